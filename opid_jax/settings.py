@@ -278,8 +278,8 @@ def _learning(c: ml_collections.ConfigDict) -> list[tuple[bool, str]]:
     (
       longest > row,
       f'learner.row_length ({row}) is shorter than the longest sequence: {longest} = '
-      f'rollout.max_prompt_tokens ({r.max_prompt_tokens}) + rollout.max_skill_tokens ({r.max_skill_tokens}) + '
-      f'rollout.max_response_tokens ({r.max_response_tokens}).',
+      f'rollout.max_prompt_tokens ({r.max_prompt_tokens}) + max_skill_tokens ({r.max_skill_tokens}) + '
+      f'max_response_tokens ({r.max_response_tokens}).',
     ),
     (
       c.learner.slots_per_row < r.max_response_tokens,
