@@ -48,8 +48,9 @@ def tied(score, group, trajectory, *, stats: str = 'trajectory') -> np.ndarray:
   return low == high
 
 
-def group_relative(score, group, trajectory, *, norm: str = 'mean', stats: str = 'trajectory',
-                   epsilon: float = 1e-6) -> np.ndarray:
+def group_relative(
+  score, group, trajectory, *, norm: str = 'mean', stats: str = 'trajectory', epsilon: float = 1e-6
+) -> np.ndarray:
   """Outcome advantage: how much better an attempt went than the other attempts at the same task.
 
   A = S - mean_group(S), with `norm='mean_std'` divided by (std_group(S) + epsilon); std is the sample
@@ -159,13 +160,15 @@ def skill_shift(logp, mask) -> np.ndarray:
   """
   logp, mask = np.asarray(logp, np.float32), np.asarray(mask)
   if logp.ndim != 3 or logp.shape[1:] != mask.shape:
-    raise ValueError('Expected logp [C, N, T] and mask [N, T], found '
-                     f'{list(logp.shape)} and {list(mask.shape)}.')
+    raise ValueError(
+      f'Expected logp [C, N, T] and mask [N, T], found {list(logp.shape)} and {list(mask.shape)}.'
+    )
   return np.where(mask > 0, logp[1:] - logp[:1], np.float32(0))
 
 
-def skill_advantage(shift, weight, mask, *, center: bool = False, rms: bool = False, clip: float = 0.0,
-                    epsilon: float = 1e-6) -> np.ndarray:
+def skill_advantage(
+  shift, weight, mask, *, center: bool = False, rms: bool = False, clip: float = 0.0, epsilon: float = 1e-6
+) -> np.ndarray:
   """Token-level credit from hindsight: A_skill = sum_s w_s shape(log pi_old(y | h, s) - log pi_old(y | h)).
 
   A token is active in a context when it is a response token and its step has a weight there; all statistics
@@ -191,8 +194,10 @@ def skill_advantage(shift, weight, mask, *, center: bool = False, rms: bool = Fa
   """
   shift, weight, mask = np.asarray(shift, np.float64), np.asarray(weight, np.float64), np.asarray(mask)
   if shift.ndim != 3 or shift.shape[1:] != mask.shape or shift.shape[:2] != weight.shape:
-    raise ValueError('Expected shift [C-1, N, T], weight [C-1, N] and mask [N, T], found '
-                     f'{list(shift.shape)}, {list(weight.shape)} and {list(mask.shape)}.')
+    raise ValueError(
+      'Expected shift [C-1, N, T], weight [C-1, N] and mask [N, T], found '
+      f'{list(shift.shape)}, {list(weight.shape)} and {list(mask.shape)}.'
+    )
   total = np.zeros(mask.shape)
   for context_shift, context_weight in zip(shift, weight, strict=True):
     active = (mask > 0) & (context_weight != 0)[:, None]
@@ -223,6 +228,8 @@ def opid_total(outcome, skill, mask) -> np.ndarray:
   """
   outcome, skill, mask = np.asarray(outcome, np.float32), np.asarray(skill, np.float32), np.asarray(mask)
   if skill.shape != mask.shape or outcome.shape != mask.shape[:1]:
-    raise ValueError('Expected outcome [N], skill [N, T] and mask [N, T], found '
-                     f'{list(outcome.shape)}, {list(skill.shape)} and {list(mask.shape)}.')
+    raise ValueError(
+      'Expected outcome [N], skill [N, T] and mask [N, T], found '
+      f'{list(outcome.shape)}, {list(skill.shape)} and {list(mask.shape)}.'
+    )
   return np.where(mask > 0, outcome[:, None] + skill, np.float32(0))

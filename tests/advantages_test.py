@@ -27,7 +27,8 @@ def expected_outcome(case, stats):
 def check_group_relative(case, norm):
   stats = STATS[case['compute_mean_std_cross_steps']]
   a = advantages.group_relative(
-      case['row_score'], ids(case['index']), ids(case['traj_index']), norm=norm, stats=stats)
+    case['row_score'], ids(case['index']), ids(case['traj_index']), norm=norm, stats=stats
+  )
   on_tokens = np.array(case['mask_len']) > 0
   np.testing.assert_allclose(np.where(on_tokens, a, 0), expected_outcome(case, stats), rtol=1e-5, atol=1e-6)
 
@@ -78,7 +79,8 @@ def test_a_long_failure_does_not_outvote_a_short_success():
   score, trajectory = np.array([10.0] + [0.0] * 9), np.array([0] + [1] * 9)
   np.testing.assert_allclose(advantages.group_relative(score, np.zeros(10, int), trajectory)[[0, 1]], [5, -5])
   np.testing.assert_allclose(
-      advantages.group_relative(score, np.zeros(10, int), trajectory, stats='row')[[0, 1]], [9, -1])
+    advantages.group_relative(score, np.zeros(10, int), trajectory, stats='row')[[0, 1]], [9, -1]
+  )
 
 
 def test_a_penalty_in_a_tied_group_is_not_divided_by_nothing():
@@ -128,8 +130,14 @@ def teacher(case):
   mask = mask * (skill_mask[:, None] if skill_mask.ndim == 1 else skill_mask)
   shift = advantages.skill_shift(np.stack([old, np.array(case['teacher_log_prob'], np.float32)]), mask)
   return advantages.skill_advantage(
-      shift, np.ones((1, len(old))), mask, center=case['normalize'], rms=case['normalize'],
-      clip=case['clip_range'] or 0.0, epsilon=case['epsilon'])
+    shift,
+    np.ones((1, len(old))),
+    mask,
+    center=case['normalize'],
+    rms=case['normalize'],
+    clip=case['clip_range'] or 0.0,
+    epsilon=case['epsilon'],
+  )
 
 
 def has_both_scores(case):
@@ -158,7 +166,8 @@ def test_centring_and_scaling_are_separate():
   shift, weight, mask = np.array([[[1.0, 3.0]]]), np.array([[1.0]]), np.ones((1, 2))
   np.testing.assert_allclose(advantages.skill_advantage(shift, weight, mask, center=True), [[-1, 1]])
   np.testing.assert_allclose(
-      advantages.skill_advantage(shift, weight, mask, rms=True), np.array([[1, 3]]) / np.sqrt(5), rtol=1e-5)
+    advantages.skill_advantage(shift, weight, mask, rms=True), np.array([[1, 3]]) / np.sqrt(5), rtol=1e-5
+  )
   np.testing.assert_allclose(advantages.skill_advantage(shift, weight, mask, clip=2.0), [[1, 2]])
 
 
@@ -182,14 +191,25 @@ def test_opid_total_equals_the_reference(case):
   score = np.sum(np.array(case['token_rewards'], np.float32), axis=1)
   norm = case['norm_mode'].removesuffix('_norm')
   outcome = advantages.group_relative(
-      score, ids(case['index']), ids(case['traj_index']), norm=norm, stats='row')
+    score, ids(case['index']), ids(case['traj_index']), norm=norm, stats='row'
+  )
   logp = [case['old_log_prob'], case['episode_teacher_log_prob'], case['step_teacher_log_prob']]
   shift = advantages.skill_shift(np.array(logp, np.float32), mask)
-  weight = np.stack([case['w_episode_skill'] * np.array(case['episode_skill_mask']),
-                     case['w_step_skill'] * np.array(case['step_skill_mask'])])
+  weight = np.stack(
+    [
+      case['w_episode_skill'] * np.array(case['episode_skill_mask']),
+      case['w_step_skill'] * np.array(case['step_skill_mask']),
+    ]
+  )
   skill = advantages.skill_advantage(
-      shift, weight, mask, center=case['normalize_teacher'], rms=case['normalize_teacher'],
-      clip=case['clip_teacher'] or 0.0)
+    shift,
+    weight,
+    mask,
+    center=case['normalize_teacher'],
+    rms=case['normalize_teacher'],
+    clip=case['clip_teacher'] or 0.0,
+  )
   np.testing.assert_allclose(skill, case['out']['teacher'], rtol=1e-5, atol=1e-6)
   np.testing.assert_allclose(
-      advantages.opid_total(outcome, skill, mask), case['out']['total'], rtol=1e-5, atol=1e-6)
+    advantages.opid_total(outcome, skill, mask), case['out']['total'], rtol=1e-5, atol=1e-6
+  )
