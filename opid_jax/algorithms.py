@@ -106,13 +106,13 @@ def grpo(evidence: Evidence, settings: AdvantageSettings) -> tuple[np.ndarray, d
 def opid(evidence: Evidence, settings: AdvantageSettings) -> tuple[np.ndarray, dict[str, float]]:
   """OPID: the outcome plus what hindsight would have said, token by token.
 
-  See https://arxiv.org/abs/2606.26790. With no weight anywhere the result is that of `grpo`, bit for bit. Where
-  a group is tied, the skill term is the whole signal.
+  See https://arxiv.org/abs/2606.26790. With no weight anywhere the result is that of `grpo`, bit for bit.
+  Where a group is tied, the skill term is the whole signal.
 
   Returns:
     (advantage [N, T] float32, metrics): of the outcome as in `grpo`; `advantage/skill_abs_mean` and
-    `advantage/skill_share` (|A_skill| over |A_outcome| + |A_skill|, means over response tokens); `shift/*` of the
-    raw shift in nats over the tokens that a skill was scored for, and their share of all response tokens.
+    `advantage/skill_share` (|A_skill| over |A_outcome| + |A_skill|, means over response tokens); `shift/*` of
+    the raw shift in nats over the tokens that a skill was scored for, and their share of response tokens.
   """
   outcome = outcome_advantage(evidence, settings)
   shift = advantages.skill_shift(evidence.logp, evidence.mask)

@@ -9,9 +9,9 @@ SCHEDULES = {'constant': 0.0, 'cosine': 0.1}  # Name -> share of the peak that t
 def make(*, b1: float, b2: float, eps: float, weight_decay: float, clip_norm: float):
   """The direction of an AdamW update, without the learning rate.
 
-  Gradients are scaled to a global norm of at most `clip_norm`, then m / (sqrt(v) + eps) + weight_decay * params
-  with bias-corrected moments. See "Decoupled Weight Decay Regularization" (https://arxiv.org/abs/1711.05101),
-  Alg. 2; the decay applies to every parameter, as in the reference.
+  Gradients are scaled to a global norm of at most `clip_norm`, then m / (sqrt(v) + eps) + decay * params,
+  bias-corrected. See "Decoupled Weight Decay Regularization" (https://arxiv.org/abs/1711.05101), Alg. 2; the
+  decay applies to every parameter, as in the reference.
 
   The rate stays outside because it belongs to training steps while the moments count updates: several
   minibatches of one training step share a rate, and a resumed run reads it off `TrainState.step`.
