@@ -1,7 +1,7 @@
 """A scripted shopper: teacher of the supervised warm start, and proof that the goals can be reached.
 
 It writes replies in the form that the projection reads and, when it is given a skill, follows it. Skills have
-one of four forms, which the analyzers write and which `follow` understands:
+one of four forms, which the analyzers write and which `act` understands:
 
   Do: <action>                              step skill
   Avoid: <action>                           step or episode skill
@@ -9,8 +9,10 @@ one of four forms, which the analyzers write and which `follow` understands:
 """
 
 import random
+import re
 from collections.abc import Sequence
 
+from opid_jax.envs.projection import MAX_ACTION_CHARS
 from opid_jax.envs.webshop import engine
 from opid_jax.envs.webshop.catalogue import Product
 from opid_jax.envs.webshop.environment import WebShop
@@ -20,6 +22,7 @@ from opid_jax.types import State
 BACK = 'click[< prev]'
 BUY = 'click[buy now]'
 _THEN = ', then '
+_WORDS = re.compile(r'[^\w\'.]+')
 
 
 def do_skill(action: str) -> str:
@@ -60,11 +63,12 @@ def act(env: WebShop, state: State, rng: random.Random, *, skill: str = '', care
 def oracle(env: WebShop, state: State) -> str:
   """The action of a shopper who knows which product the goal was made from.
 
-  Walks through the results until the product shows up and gives up by going back to the search page.
+  Searches with the words of the wish, or with those of the title where the wish does not find the product.
+  With this player the success rate is the ceiling of a panel: what it misses, nobody can solve.
   """
   goal, session = state.task.data, state.inner
   if session.page == 'index':
-    return f'search[{goal.instruction.lower()}]'
+    return f'search[{_query_that_finds(env, goal)}]'
   if session.page == 'results':
     shown = engine.visible_products(env.shop, session)
     if any(product.asin == goal.asin for product in shown):
@@ -75,19 +79,31 @@ def oracle(env: WebShop, state: State) -> str:
   return BACK
 
 
+def _query_that_finds(env, goal):
+  wish = _WORDS.sub(' ', goal.instruction.lower())
+  title = _WORDS.sub(' ', env.shop.by_asin[goal.asin.lower()].name.lower())
+  hits = (env.shop.products[i].asin for i in env.shop.search(wish))
+  return (wish if goal.asin in hits else title)[:MAX_ACTION_CHARS - len('search[]')]
+
+
 def _follow(env, state, skill):
   """The action that a skill names for this state, '' if it names none that the page can execute."""
   if skill.startswith('Do: '):
     wanted = skill.removeprefix('Do: ')
   elif skill.startswith('Workflow: '):
-    plan = skill.removeprefix('Workflow: ').split(_THEN)
-    reached = 0
-    for _, action in state.history:
-      reached += reached < len(plan) and action == plan[reached]
-    wanted = plan[reached] if reached < len(plan) else ''
+    wanted = _next_in_plan(state, skill.removeprefix('Workflow: ').split(_THEN))
   else:
     return ''
   return wanted if engine.act(env.shop, state.inner, wanted) is not None else ''
+
+
+def _next_in_plan(state, plan):
+  """The first action of the plan that is not behind us; any search counts as the planned one."""
+  done = {action for _, action in state.history}
+  left = [action for action in plan if action not in done]
+  if state.inner.page != 'index':
+    left = [action for action in left if not action.startswith('search[')]
+  return left[0] if left else ''
 
 
 def _choose(env, state, rng, care, forbidden):
