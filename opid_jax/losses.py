@@ -149,6 +149,35 @@ def token_weights(mask, *, aggregation: str, norm_length: float = 0.0) -> np.nda
   return (row[:, None] * mask).astype(np.float32)
 
 
+def score_gap(logp, logp_sampled, mask, *, clip_low: float, clip_high: float) -> dict[str, float]:
+  """How far two scorings of the same tokens are apart, for example trainer and sampler. NumPy, on the host.
+
+  A mean near 0 hides large gaps of single tokens, hence the tail and the share that PPO would clip.
+
+  Args:
+    logp: [N, T] log-probabilities, nats.
+    logp_sampled: [N, T] the other ones.
+    mask: [N, T] 1 on response tokens.
+    clip_low: how far the ratio may fall below 1.
+    clip_high: how far it may rise above 1.
+
+  Returns:
+    `mean`, `p99` and `max` of |difference| in nats, and `outside`, the share of tokens whose ratio lies outside
+    the clip band; zeros without tokens.
+  """
+  difference = (np.asarray(logp, np.float64) - np.asarray(logp_sampled, np.float64))[np.asarray(mask) > 0]
+  if not difference.size:
+    return {'mean': 0.0, 'p99': 0.0, 'max': 0.0, 'outside': 0.0}
+  gap = np.abs(difference)
+  outside = (difference < np.log1p(-clip_low)) | (difference > np.log1p(clip_high))
+  return {
+    'mean': float(gap.mean()),
+    'p99': float(np.quantile(gap, 0.99)),
+    'max': float(gap.max()),
+    'outside': float(outside.mean()),
+  }
+
+
 def response_mask(tokens, end_tokens) -> np.ndarray:
   """1 up to and including the first end token, everywhere if there is none. NumPy, on the host.
 

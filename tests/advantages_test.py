@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from shared import golden_cases
 
 from opid_jax import advantages
-from shared import golden_cases
 
 NORM = {True: 'mean', False: 'mean_std'}
 STATS = {True: 'row', False: 'trajectory'}

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
+from shared import golden_cases
 
 from opid_jax.algorithms import ALGORITHMS, AdvantageSettings, Evidence
-from shared import golden_cases
 
 
 def ids(names):

@@ -4,9 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from shared import golden_cases
 
 from opid_jax import losses
-from shared import golden_cases
 
 PPO = {'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': 3.0}
 KL_NAMES = {'k1': 'k1', 'abs': 'abs', 'k2': 'mse', 'k3': 'low_var_kl'}
@@ -202,3 +202,24 @@ def test_bad_aggregations_are_refused(keywords):
 def test_the_mask_ends_with_the_first_end_token(case):
   ends = case['eos'] if isinstance(case['eos'], list) else [case['eos']]
   np.testing.assert_array_equal(losses.response_mask(case['responses'], ends), case['response_mask'])
+
+
+def test_one_wrong_token_shows_in_the_gap():
+  logp, mask = np.zeros((10, 10)), np.ones((10, 10))
+  sampled = np.zeros((10, 10))
+  band = {'clip_low': 0.2, 'clip_high': 0.2}
+  assert losses.score_gap(logp, sampled, mask, **band) == {'mean': 0, 'p99': 0, 'max': 0, 'outside': 0}
+  sampled[3, 4] = -5.0
+  gap = losses.score_gap(logp, sampled, mask, **band)
+  assert (gap['mean'], gap['max'], gap['outside']) == pytest.approx((0.05, 5.0, 0.01))
+
+
+@pytest.mark.parametrize('ratio, outside', [(0.79, 1), (0.81, 0), (1.19, 0), (1.21, 1)])
+def test_the_clip_band_is_one_of_ratios(ratio, outside):
+  gap = losses.score_gap(np.log([[ratio]]), np.zeros((1, 1)), np.ones((1, 1)), clip_low=0.2, clip_high=0.2)
+  assert gap['outside'] == outside
+
+
+def test_no_tokens_have_no_gap():
+  nothing = np.zeros((1, 2))
+  assert losses.score_gap(nothing, nothing, nothing, clip_low=0.2, clip_high=0.2)['max'] == 0

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from shared import golden_cases
 
 from opid_jax import optimizer
-from shared import golden_cases
 
 ADAM = {'b1': 0.9, 'b2': 0.999, 'eps': 1e-8}
 

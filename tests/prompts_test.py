@@ -3,10 +3,10 @@ import random
 import re
 
 import pytest
+from shared import golden_cases
 
 from opid_jax import prompts
 from opid_jax.types import Prompt
-from shared import golden_cases
 
 PROMPT = Prompt(
   head='You shop.\nYour task is to: find me a red mug',

@@ -1,9 +1,9 @@
 import numpy as np
 import pytest
+from shared import golden_cases
 
 from opid_jax import advantages, prompts, skills
 from opid_jax.types import Prompt, Skills, Step, Task, Trajectory
-from shared import golden_cases
 
 ROUTING = {'step_priority': 'critical_first', 'additive': 'additive'}
 
