@@ -162,7 +162,7 @@ def score_gap(logp, logp_sampled, mask, *, clip_low: float, clip_high: float) ->
     clip_high: how far it may rise above 1.
 
   Returns:
-    `mean`, `p99` and `max` of |difference| in nats, and `outside`, the share of tokens whose ratio lies outside
+    `mean`, `p99` and `max` of |difference| in nats, and `outside`, the share of tokens whose ratio is out of
     the clip band; zeros without tokens.
   """
   difference = (np.asarray(logp, np.float64) - np.asarray(logp_sampled, np.float64))[np.asarray(mask) > 0]
