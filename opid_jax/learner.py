@@ -147,7 +147,7 @@ def apply(state: TrainState, gradient, sums: Sums, *, transform, learning_rate: 
     (state with the same `step`, gradient norm before clipping). A NaN or infinite norm is the caller's sign to
     stop; the state is then unchanged.
   """
-  norm = optax.global_norm(gradient)
+  norm = optax.tree.norm(gradient)
   updates, opt_state = transform.update(gradient, state.opt_state, state.params)
   rate = learning_rate(state.step)
   params = jax.tree.map(lambda p, u: p - rate * u, state.params, updates)

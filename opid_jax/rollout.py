@@ -82,6 +82,34 @@ def fit(prompt: Prompt, tokenizer, limits: Limits) -> tuple[Prompt, np.ndarray, 
   return fitted, tokenize(fitted, tokenizer, limits), shortened
 
 
+def clip_skill(text: str, kind: str, tokenizer, limits: Limits) -> str:
+  """A skill cut to `max_skill_tokens`, what it adds to the prompt included."""
+  return prompts.clip_skill(
+    text,
+    lambda piece: len(tokenizer.encode(piece)),
+    max_tokens=limits.max_skill_tokens,
+    kind=kind,
+    style=limits.style,
+  )
+
+
+def complete(
+  texts: Sequence[str], sampler: Sampling, tokenizer, *, thinking, seed: tuple[int, ...], max_tokens, make_request
+) -> list[str]:
+  """Plain replies of the policy to user messages, in order: how it analyzes its own attempts.
+
+  Raises:
+    ValueError: if a message is longer than the sampler's prompts, naming the fields to change.
+  """
+  for index, text in enumerate(texts):
+    prompt = np.asarray(tokenizer.chat([('user', text)], thinking=thinking), np.int32)
+    sampler.submit(make_request(id=index, prompt=prompt, seed=(*seed, index), max_tokens=max_tokens))
+  replies = {}
+  while len(replies) < len(texts):
+    replies.update((response.id, tokenizer.decode(response.tokens.tolist())) for response in sampler.poll())
+  return [replies[index] for index in range(len(texts))]
+
+
 def play(
   env: TextEnv,
   attempts: Sequence[Attempt],

@@ -44,7 +44,8 @@ def make_mesh(devices, *, data=1, fsdp=-1, tensor=1) -> Mesh:
   return Mesh(devices.reshape(sizes), ('data', 'fsdp', 'tensor'), axis_types=(AxisType.Auto,) * 3)
 
 
-def _path(keys) -> str:
+def path_of(keys) -> str:
+  """A leaf's path as text, `layers/attn/q/kernel`."""
   return '/'.join(str(getattr(k, 'key', getattr(k, 'name', getattr(k, 'idx', k)))) for k in keys)
 
 
@@ -60,7 +61,7 @@ def shard_tree(tree, mesh: Mesh):
   def one(keys, leaf):
     if not leaf.ndim:
       return NamedSharding(mesh, P())
-    path = _path(keys)
+    path = path_of(keys)
     spec = next((spec for pattern, spec in RULES if re.search(pattern, path)), None)
     if spec is None:
       raise ValueError(f'No sharding rule for parameter {path} {leaf.shape}; add one to sharding.RULES.')

@@ -1,0 +1,143 @@
+"""The policy of a run: model shape, weights, tokenizer and how to sample from it, as the config names them."""
+
+import functools
+import importlib.resources
+import os
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from opid_jax import sampling, sharding
+from opid_jax.models import hf, qwen
+from opid_jax.models.tokenizer import Tokenizer
+
+
+class Policy(NamedTuple):
+  """A model without its parameters.
+
+  Attributes:
+    config: shape of the model.
+    options: how to run it on this mesh.
+    tokenizer: text <-> ids.
+    folder: where the weights, the config and the tokenizer files came from.
+  """
+
+  config: qwen.QwenConfig
+  options: qwen.Options
+  tokenizer: Tokenizer
+  folder: str
+
+
+def embedded_folder(env_name: str) -> str:
+  """Folder of the tiny policy that ships with the package.
+
+  Raises:
+    ValueError: if none ships for this environment.
+  """
+  folder = importlib.resources.files('opid_jax') / 'policies' / env_name
+  if not os.path.isfile(str(folder / 'config.json')):
+    raise ValueError(
+      f'No embedded policy for environment {env_name!r} ({folder}). Set model.path to a Hugging Face folder, or make '
+      f'one with `python -m opid_jax.warmstart --config=configs/{env_name}.py`.'
+    )
+  return str(folder)
+
+
+def describe(config, mesh) -> Policy:
+  """Reads everything but the weights.
+
+  Args:
+    config: the run's config (`model.*`, `env.name`).
+    mesh: where it will run; None for one device without constraints.
+
+  Raises:
+    ValueError: if the folder is not a model that this package runs, or the tokenizer is larger than the embedding.
+  """
+  folder = config.model.path or embedded_folder(config.env.name)
+  model = hf.load_config(folder)
+  tokenizer = Tokenizer.load(folder)
+  if tokenizer.size > model.vocab_size:
+    raise ValueError(
+      f'{folder}: the tokenizer has {tokenizer.size} tokens but the embedding only {model.vocab_size} rows; '
+      'the two files do not belong together.'
+    )
+  longest = config.rollout.max_prompt_tokens + config.rollout.max_skill_tokens + config.rollout.max_response_tokens
+  if longest > model.max_positions:
+    raise ValueError(
+      f'rollout.max_prompt_tokens + max_skill_tokens + max_response_tokens = {longest} exceeds the '
+      f'{model.max_positions} positions of {folder}.'
+    )
+  return Policy(model, make_options(config, mesh), tokenizer, folder)
+
+
+def make_options(config, mesh) -> qwen.Options:
+  options = qwen.Options(config.model.dtype, config.model.remat, config.model.attention_block)
+  return options if mesh is None else qwen.Options(
+    options.dtype, options.remat, options.attention_block, sharding.constrain(mesh)
+  )
+
+
+def load_params(policy: Policy, mesh):
+  """float32 master weights, placed leaf by leaf, so that the host never holds the whole model."""
+  shapes = jax.eval_shape(functools.partial(qwen.init, config=policy.config), jax.random.key(0))
+  where = {
+    sharding.path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(sharding.shard_tree(shapes, mesh))
+  }
+  return hf.load_params(
+    policy.folder, policy.config, dtype='float32', place=lambda path, array: jax.device_put(array, where['/'.join(path)])
+  )
+
+
+def make_sampler(policy: Policy, params, mesh, settings, *, max_prompt: int, max_response: int) -> sampling.Sampler:
+  """A sampler over `settings.slots` slots (the `rollout` group of the config), its two programs jitted.
+
+  Args:
+    params: parameters or their shapes; only shardings are read.
+    max_prompt: longest prompt in tokens.
+    max_response: longest response in tokens.
+  """
+  params_sharding = sharding.shard_tree(params, mesh)
+  cache = sharding.cache_sharding(mesh, policy.config.num_kv_heads)
+  rows = sharding.rows(mesh)
+  slots_sharding = sampling.Slots(qwen.Cache(cache, cache), *[rows] * (len(sampling.Slots._fields) - 1))
+  slots = jax.jit(
+    functools.partial(
+      sampling.empty_slots,
+      policy.config,
+      num_slots=settings.slots,
+      max_tokens=max_prompt + max_response,
+      max_response=max_response,
+      dtype=jnp.dtype(policy.options.dtype),
+    ),
+    out_shardings=slots_sharding,
+  )()
+  static: dict[str, Any] = {'config': policy.config, 'options': policy.options}
+  prefill = jax.jit(
+    functools.partial(sampling.prefill, **static),
+    in_shardings=(params_sharding, slots_sharding, rows, rows, rows, rows, rows),
+    out_shardings=slots_sharding,
+    donate_argnums=1,
+  )
+  decode = jax.jit(
+    functools.partial(
+      sampling.decode,
+      **static,
+      end_ids=policy.tokenizer.end_ids,
+      num_tokens=settings.decode_chunk,
+      top_k=settings.top_k,
+      top_p=settings.top_p,
+    ),
+    in_shardings=(params_sharding, slots_sharding, sharding.replicated(mesh)),
+    out_shardings=slots_sharding,
+    donate_argnums=1,
+  )
+  return sampling.Sampler(
+    prefill,
+    decode,
+    slots,
+    prefill_rows=settings.prefill_rows,
+    bucket=settings.bucket,
+    max_prompt=max_prompt,
+    end_ids=policy.tokenizer.end_ids,
+  )

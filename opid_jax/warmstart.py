@@ -1,0 +1,214 @@
+"""Makes the tiny embedded policy: supervised on episodes of an imperfect scripted actor, with and without advice.
+
+python -m opid_jax.warmstart --config=configs/webshop.py --out=runs/policy
+  2 CPU cores: see README. Writes a Hugging Face folder; the result is measured with `opid_jax.evaluate`.
+
+The policy stands in for a pretrained language model where no weights are at hand: like one, it knows the format of
+an answer, is middling at the task, and heeds advice in its prompt. It says nothing about the paper's numbers.
+"""
+
+import functools
+import importlib
+import json
+import os
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from opid_jax import envs, evaluate, flags, layout, learner, prompts, rollout
+from opid_jax.models import hf, qwen
+from opid_jax.models.tokenizer import Tokenizer
+from opid_jax.types import Packed
+
+OPTIONS = {
+  'out': flags.Option('runs/policy', 'folder to write'),
+  'episodes': flags.Option(8000, 'scripted episodes, all on training goals'),
+  'updates': flags.Option(1500, 'optimizer updates'),
+  'learning_rate': flags.Option(3e-3, 'peak; warm-up over 5 %, then cosine to 0'),
+  'care_low': flags.Option(0.1, 'least care of a scripted actor, in [0, 1]'),
+  'care_high': flags.Option(0.6, 'most care of a scripted actor, in [0, 1]'),
+  'advised': flags.Option(0.4, 'share of the turns with advice in the prompt'),
+  'prompt_weight': flags.Option(0.1, 'loss weight of prompt tokens beside 1 for response tokens'),
+  'rows': flags.Option(16, 'packed rows per update'),
+}
+
+# Qwen3's shape at 1.3 million parameters; the vocabulary size is the tokenizer's.
+MODEL = qwen.QwenConfig(
+  family='qwen3',
+  vocab_size=2048,
+  width=128,
+  num_layers=4,
+  num_heads=4,
+  num_kv_heads=2,
+  head_dim=32,
+  mlp_width=512,
+  rope_theta=10000.0,
+  tied=True,
+  max_positions=1024,
+)
+
+# Pieces that the byte-pair merges never cross: tags and separators, the head of an asin, words, whole numbers, and
+# anything else by itself.
+PIECES = r"'? \[SEP\] '?|</?(?:think|action)>|b0(?=\p{Ll}{8})| ?\p{L}+| ?\d+(?:\.\d+)?|\s|."
+
+
+class Example(NamedTuple):
+  """Token ids of one turn: prompt [P] and response [T], int32."""
+
+  prompt: np.ndarray
+  response: np.ndarray
+
+
+def train_tokenizer(texts: Iterable[str], folder: str, *, vocab_size: int) -> None:
+  """Byte-pair tokenizer over `texts`, written as a Hugging Face tokenizer folder with Qwen's turn markers."""
+  from tokenizers import Regex, decoders, models, pre_tokenizers, trainers
+  from tokenizers import Tokenizer as Pieces
+
+  special = ['<|endoftext|>', '<|im_start|>', '<|im_end|>']
+  pieces = Pieces(models.BPE())
+  pieces.pre_tokenizer = pre_tokenizers.Sequence(
+    [
+      pre_tokenizers.Split(Regex(PIECES), 'isolated'),
+      pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+    ]
+  )
+  pieces.decoder = decoders.ByteLevel()
+  trainer = trainers.BpeTrainer(
+    vocab_size=vocab_size,
+    special_tokens=special,
+    initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+    show_progress=False,
+  )
+  pieces.train_from_iterator(texts, trainer)
+  os.makedirs(folder, exist_ok=True)
+  pieces.save(os.path.join(folder, 'tokenizer.json'))
+  settings = {
+    'tokenizer_class': 'PreTrainedTokenizerFast',
+    'eos_token': '<|im_end|>',
+    'pad_token': '<|endoftext|>',
+    'model_max_length': MODEL.max_positions,
+    'chat_family': 'plain',
+    'chat_template': (
+      "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"
+      '{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}'
+    ),
+  }
+  with open(os.path.join(folder, 'tokenizer_config.json'), 'w', encoding='utf-8') as file:
+    json.dump(settings, file, indent=2)
+  ends = [pieces.token_to_id('<|im_end|>'), pieces.token_to_id('<|endoftext|>')]
+  with open(os.path.join(folder, 'generation_config.json'), 'w', encoding='utf-8') as file:
+    json.dump({'eos_token_id': ends, 'pad_token_id': ends[1]}, file)
+
+
+def examples(env, demonstrations, tokenizer, limits: rollout.Limits) -> list[Example]:
+  """Demonstrations as ids, through the same path that acting takes."""
+  end = tokenizer.end_ids[0]
+  out = []
+  for d in demonstrations:
+    prompt, _, _ = rollout.fit(env.prompt(d.state), tokenizer, limits)
+    ids = rollout.tokenize(prompt, tokenizer, limits, episode_skill=d.episode_skill, step_skill=d.step_skill)
+    out.append(Example(ids, np.asarray([*tokenizer.encode(d.response), end], np.int32)))
+  return out
+
+
+def batches(data: Sequence[Example], *, rows: int, row_length: int, prompt_weight: float, seed: int):
+  """Endless (`Packed`, weight [R, K]) batches of `rows` rows, in a new order each epoch."""
+  rng = np.random.default_rng(seed)
+  while True:
+    order = rng.permutation(len(data))
+    # Packing some thousand at a time keeps first-fit quick and every epoch's rows different.
+    for begin in range(0, len(order), 2000):
+      chosen = [data[i] for i in order[begin : begin + 2000]]
+      # Every token but the first is scored: a tiny model learns to copy from the prompts, too.
+      sequences = [(e.prompt[:1], np.concatenate([e.prompt[1:], e.response])) for e in chosen]
+      packed, place = layout.pack(sequences, row_length=row_length, slots=row_length, rows_multiple=rows)
+      weight = np.zeros((len(chosen), row_length), np.float32)
+      for m, e in enumerate(chosen):
+        weight[m, : len(e.prompt) - 1] = prompt_weight
+        weight[m, len(e.prompt) - 1 : len(e.prompt) + len(e.response) - 1] = 1
+      spread = layout.spread(weight, place, packed)
+      order_rows = rng.permutation(len(spread))
+      for first in range(0, len(order_rows) - rows + 1, rows):
+        pick = order_rows[first : first + rows]
+        yield Packed(*(x[pick] for x in packed)), spread[pick]
+
+
+def fit(params, data: Sequence[Example], config: qwen.QwenConfig, option, *, row_length: int, seed: int):
+  """Cross-entropy on the examples; returns the trained parameters."""
+  rate = optax.warmup_cosine_decay_schedule(
+    0.0, option['learning_rate'], max(1, option['updates'] // 20), option['updates']
+  )
+  optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adamw(rate, b2=0.98, weight_decay=0.01))
+  options = qwen.Options(remat='layer')
+
+  def loss(params, packed, weight):
+    logp, _ = learner.score(params, packed, config=config, options=options, temperature=1.0, head_chunk=0)
+    total = -jnp.sum(weight * jnp.where(packed.is_scored > 0, logp, 0.0)) / jnp.sum(weight)
+    is_response = (weight >= 1.0).astype(jnp.float32)
+    return total, -jnp.sum(is_response * logp) / jnp.sum(is_response)
+
+  @functools.partial(jax.jit, donate_argnums=(0, 1))
+  def update(params, opt_state, packed, weight):
+    (_, nats), gradient = jax.value_and_grad(loss, has_aux=True)(params, packed, weight)
+    updates, opt_state = optimizer.update(gradient, opt_state, params)
+    return optax.apply_updates(params, updates), opt_state, nats
+
+  opt_state = optimizer.init(params)
+  stream = batches(
+    data, rows=option['rows'], row_length=row_length, prompt_weight=option['prompt_weight'], seed=seed
+  )
+  begin, recent = time.monotonic(), []
+  for number in range(option['updates']):
+    params, opt_state, nats = update(params, opt_state, *next(stream))
+    recent.append(nats)
+    if (number + 1) % 50 == 0:
+      spent = time.monotonic() - begin
+      left = spent / (number + 1) * (option['updates'] - number - 1)
+      mean = float(np.mean([float(x) for x in recent]))
+      print(f'update {number + 1}/{option["updates"]}: {mean:.4f} nats per response token, {left:.0f} s left', flush=True)
+      recent.clear()
+  return params
+
+
+def main(argv: Sequence[str]) -> None:
+  config, option = flags.read_or_exit(argv, OPTIONS, __doc__)
+  env = envs.make(config.env, seed=config.seed)
+  module = importlib.import_module(f'opid_jax.envs.{config.env.name}.demonstrate')
+  # Consecutive training steps draw without replacement, so every training goal appears about equally often.
+  tasks = env.tasks(0, option['episodes'])
+  shown = list(
+    module.demonstrations(
+      env, tasks, seed=config.seed, care=(option['care_low'], option['care_high']), advised=option['advised']
+    )
+  )
+  limits = evaluate.limits(config)
+  corpus = (
+    text
+    for d in shown
+    for text in (
+      prompts.render(
+        env.prompt(d.state), episode_skill=d.episode_skill, step_skill=d.step_skill, style=limits.style
+      ),
+      d.response,
+    )
+  )
+  train_tokenizer(corpus, option['out'], vocab_size=MODEL.vocab_size)
+  tokenizer = Tokenizer.load(option['out'])
+  data = examples(env, shown, tokenizer, limits)
+  lengths = [len(e.prompt) + len(e.response) for e in data]
+  print(f'{len(data)} turns, {np.mean(lengths):.0f} tokens on average, {max(lengths)} at most', flush=True)
+  params = qwen.init(jax.random.key(config.seed), MODEL)
+  print(f'{qwen.count_parameters(params):,} parameters', flush=True)
+  params = fit(params, data, MODEL, option, row_length=config.learner.row_length, seed=config.seed)
+  hf.save_folder(option['out'], params, MODEL, dtype='bfloat16', tokenizer_folder=option['out'])
+  print(f'Wrote {option["out"]}.')
+
+
+if __name__ == '__main__':
+  main(sys.argv)
