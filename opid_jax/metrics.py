@@ -307,6 +307,7 @@ def _draw(axes, rows: Sequence[Mapping[str, Any]], label: str, value: str, stem:
     if len(low) == len(high) == len(steps):
       axes.fill_between(steps, low, high, color='C0', alpha=0.2, linewidth=0)
   axes.set(xlabel='training step', ylabel=label)
+  axes.xaxis.get_major_locator().set_params(integer=True)
   if value:
     axes.set_ylim(0, 1)
   axes.grid(alpha=0.3)
