@@ -194,7 +194,8 @@ def test_price_of_a_range_is_the_same_in_every_run(tmp_path):
   ({'ins': []}, 'holds a list; expected a dict'),
   ({'items': []}, 'holds no product'),
   ({'items': [{'name': 'x'}]}, 'product 0 has no asin'),
-  ({'items': [{'asin': 'B1'}]}, r'product 0 \(B1\) cannot be read'),
+  ({'items': [{'asin': 'B1'}]}, r"product 0 \(B1\) cannot be read: KeyError\('name'\)"),
+  ({'items': [{**ITEM, 'customization_options': {'Color': [{}]}}]}, r"cannot be read: KeyError\('value'\)"),
   ({'items': [7]}, 'product 0 has no asin'),
 ])
 def test_broken_folder_is_refused_by_name(tmp_path, change, message):

@@ -7,7 +7,7 @@ from shared import golden, shared_path
 
 from opid_jax.envs.webshop import engine
 from opid_jax.envs.webshop.catalogue import Product
-from opid_jax.envs.webshop.engine import Session, Shop
+from opid_jax.envs.webshop.engine import Visit, Shop
 
 
 def _product(asin, name='red shirt', options=(), price='$9.0', description='nice', bullets=('soft', ' ')):
@@ -28,10 +28,10 @@ def shop():
 
 
 def _walk(shop, *actions):
-  session = Session()
+  visit = Visit()
   for action in actions:
-    session = engine.act(shop, session, action)
-  return session
+    visit = engine.act(shop, visit, action)
+  return visit
 
 
 def test_action_grammar_equals_the_recorded_one():
@@ -80,8 +80,8 @@ def test_item_pages_show_what_the_original_shows():
 
 
 def test_first_page_offers_the_search_only(shop):
-  assert engine.page_texts(shop, Session(), 'wish') == ['WebShop', 'Instruction:', 'wish', 'Search']
-  assert engine.clickables(shop, Session()) == []
+  assert engine.page_texts(shop, Visit(), 'wish') == ['WebShop', 'Instruction:', 'wish', 'Search']
+  assert engine.clickables(shop, Visit()) == []
 
 
 def test_results_are_paged_and_the_page_after_the_last_is_empty(shop):
@@ -107,16 +107,16 @@ def test_last_value_of_an_option_wins_and_survives_a_sub_page(shop):
 
 def test_leaving_an_item_forgets_its_options_but_not_the_results_page(shop):
   back = _walk(shop, 'search[x]', 'click[next >]', 'click[b02]', 'click[red]', 'click[< prev]')
-  assert back == Session(page='results', query='x', number=2)
+  assert back == Visit(page='results', query='x', number=2)
 
 
 def test_back_to_search_clears_everything(shop):
-  assert _walk(shop, 'search[x]', 'click[b00]', 'click[red]', 'click[back to search]') == Session()
+  assert _walk(shop, 'search[x]', 'click[b00]', 'click[red]', 'click[back to search]') == Visit()
 
 
 def test_search_is_accepted_on_every_page(shop):
   for path in ([], ['search[x]'], ['search[x]', 'click[b00]'], ['search[x]', 'click[b00]', 'click[reviews]']):
-    assert _walk(shop, *path, 'search[New]') == Session(page='results', query='new')
+    assert _walk(shop, *path, 'search[New]') == Visit(page='results', query='new')
 
 
 def test_value_shared_by_two_options_belongs_to_the_last():

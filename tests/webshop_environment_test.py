@@ -1,5 +1,6 @@
 """Tasks, episodes and prompts."""
 
+import json
 import subprocess
 import sys
 
@@ -130,7 +131,7 @@ def test_wrong_settings_are_refused_by_name(settings, message):
 
 def test_description_tells_small_from_full_catalogues(env):
   described = env.describe()
-  assert (described['catalogue'], described['products'], described['heldout_goals']) == ('embedded', 200, 50)
+  assert (described['data_dir'], described['products'], described['heldout_goals']) == ('', 200, 50)
   assert described['train_goals'] > 200 and described['results_per_page'] == 10
   assert _env(num_products=100).describe()['data_hash'] != described['data_hash']
 
@@ -156,6 +157,16 @@ def test_every_offered_action_is_executable(env):
   for state in _play(env, task, *_shopping(task)[:2]):
     for action in state.actions:
       assert env.step(state, _reply(action.replace('<your query>', 'soap'))).valid, action
+
+
+def test_value_that_breaks_the_action_grammar_is_not_offered(tmp_path):
+  item = {'asin': 'B1', 'name': 'shirt', 'customization_options': {'color': [{'value': 'a [b]'}, {'value': 'c'}]}}
+  wish = {'B1': {'attributes': ['soft'], 'instruction': 'find shirts', 'instruction_attributes': ['soft']}}
+  (tmp_path / 'items_shuffle.json').write_text(json.dumps([item]), encoding='utf-8')
+  (tmp_path / 'items_ins_v2.json').write_text(json.dumps(wish), encoding='utf-8')
+  env = webshop.make({'data_dir': str(tmp_path), 'num_heldout': 0})
+  state = _play(env, env.panel('train', 1)[0], 'search[shirt]', 'click[b1]')[-1]
+  assert state.actions[-2:] == ('click[buy now]', 'click[c]')
 
 
 def test_environment_loads_no_jax():

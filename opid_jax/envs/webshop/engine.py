@@ -1,4 +1,4 @@
-"""The pages of the shop and what a click does: pure functions of a catalogue and a session.
+"""The pages of the shop and what a click does: pure functions of a catalogue and a visit.
 
 Pages are lists of the texts a browser would show, in order, as in the text mode of WebShop
 (https://arxiv.org/abs/2207.01206): no HTML is produced or parsed.
@@ -34,7 +34,7 @@ class Shop:
 
 
 @dataclasses.dataclass(frozen=True)
-class Session:
+class Visit:
   """Where a shopper is.
 
   Attributes:
@@ -63,55 +63,55 @@ def parse_action(action: str) -> tuple[str, str | None]:
   return (match[1], match[2]) if match else (action, None)
 
 
-def visible_products(shop: Shop, session: Session) -> list[Product]:
+def visible_products(shop: Shop, visit: Visit) -> list[Product]:
   """The products on the current results page."""
-  first = (session.number - 1) * shop.results_per_page
-  hits = shop.search(session.query)
+  first = (visit.number - 1) * shop.results_per_page
+  hits = shop.search(visit.query)
   return [shop.products[i] for i in hits[first:first + shop.results_per_page]]
 
 
-def page_texts(shop: Shop, session: Session, instruction: str) -> list[str]:
+def page_texts(shop: Shop, visit: Visit, instruction: str) -> list[str]:
   """The visible texts of the current page, in order; empty ones vanish."""
-  if session.page == 'index':
+  if visit.page == 'index':
     return ['WebShop', 'Instruction:', instruction, 'Search']
-  if session.page == 'done':
+  if visit.page == 'done':
     return ['Thank you for shopping with us!']
   texts = ['Instruction:', instruction, 'Back to Search']
-  if session.page == 'results':
-    texts.append(f'Page {session.number} (Total results: {len(shop.search(session.query))})')
-    texts += ['< Prev', 'Next >'] if session.number > 1 else ['Next >']
-    for product in visible_products(shop, session):
+  if visit.page == 'results':
+    texts.append(f'Page {visit.number} (Total results: {len(shop.search(visit.query))})')
+    texts += ['< Prev', 'Next >'] if visit.number > 1 else ['Next >']
+    for product in visible_products(shop, visit):
       texts += [product.asin, product.name, product.price_tag]
     return _shown(texts)
-  product = shop.by_asin[session.asin]
+  product = shop.by_asin[visit.asin]
   texts.append('< Prev')
-  if session.page == 'item':
+  if visit.page == 'item':
     for name, values in product.options:
       texts += [name, *values]
     texts += [product.name, f'Price: {product.price_tag}', 'Rating: N.A.']
     texts += ['Description', 'Features', 'Reviews', 'Buy Now']
-  elif session.page == 'description':
+  elif visit.page == 'description':
     texts.append(product.description)
-  elif session.page == 'features':
+  elif visit.page == 'features':
     texts += product.bullets
   return _shown(texts)
 
 
-def clickables(shop: Shop, session: Session) -> list[str]:
+def clickables(shop: Shop, visit: Visit) -> list[str]:
   """What `click[...]` accepts on the current page: buttons, then products, then option values."""
-  if session.page in ('index', 'done'):
+  if visit.page in ('index', 'done'):
     return []
-  if session.page == 'results':
-    buttons = ['back to search', '< prev', 'next >'] if session.number > 1 else ['back to search', 'next >']
-    return buttons + [product.asin.lower() for product in visible_products(shop, session)]
-  if session.page == 'item':
-    values = (value for _, values in shop.by_asin[session.asin].options for value in values)
+  if visit.page == 'results':
+    buttons = ['back to search', '< prev', 'next >'] if visit.number > 1 else ['back to search', 'next >']
+    return buttons + [product.asin.lower() for product in visible_products(shop, visit)]
+  if visit.page == 'item':
+    values = (value for _, values in shop.by_asin[visit.asin].options for value in values)
     return list(dict.fromkeys(['back to search', '< prev', *_SUB_PAGES, 'buy now', *values]))
   return ['back to search', '< prev']
 
 
-def act(shop: Shop, session: Session, action: str) -> Session | None:
-  """The session after an action, or None if the page cannot execute it.
+def act(shop: Shop, visit: Visit, action: str) -> Visit | None:
+  """The visit after an action, or None if the page cannot execute it.
 
   A search is accepted on every page. Buying leads to the page 'done'.
   """
@@ -120,28 +120,28 @@ def act(shop: Shop, session: Session, action: str) -> Session | None:
     return None
   argument = argument.lower()
   if name == 'search':
-    return Session(page='results', query=argument)
-  if name != 'click' or argument not in clickables(shop, session):
+    return Visit(page='results', query=argument)
+  if name != 'click' or argument not in clickables(shop, visit):
     return None
-  return _click(shop, session, argument)
+  return _click(shop, visit, argument)
 
 
-def _click(shop, session, target):
+def _click(shop, visit, target):
   if target == 'back to search':
-    return Session()
-  if session.page == 'results':
+    return Visit()
+  if visit.page == 'results':
     if target in ('next >', '< prev'):
-      return dataclasses.replace(session, number=session.number + (1 if target == 'next >' else -1))
-    return dataclasses.replace(session, page='item', asin=target)
-  if session.page in _SUB_PAGES:
-    return dataclasses.replace(session, page='item')
+      return dataclasses.replace(visit, number=visit.number + (1 if target == 'next >' else -1))
+    return dataclasses.replace(visit, page='item', asin=target)
+  if visit.page in _SUB_PAGES:
+    return dataclasses.replace(visit, page='item')
   # The item page. Two options may share a value; then the last one gets it, as in WebShop.
-  owners = [name for name, values in shop.by_asin[session.asin].options if target in values]
+  owners = [name for name, values in shop.by_asin[visit.asin].options if target in values]
   if owners:
-    return dataclasses.replace(session, options=tuple({**dict(session.options), owners[-1]: target}.items()))
+    return dataclasses.replace(visit, options=tuple({**dict(visit.options), owners[-1]: target}.items()))
   if target == '< prev':
-    return Session(page='results', query=session.query, number=session.number)
-  return dataclasses.replace(session, page='done' if target == 'buy now' else target)
+    return Visit(page='results', query=visit.query, number=visit.number)
+  return dataclasses.replace(visit, page='done' if target == 'buy now' else target)
 
 
 def _shown(texts):

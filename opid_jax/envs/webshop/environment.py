@@ -28,7 +28,7 @@ class Settings:
     data_dir: folder with WebShop's data files, or one product file; '' plays on the embedded catalogue.
     goals: 'synthetic' (WebShop's templates) or 'human' (instructions written by people).
     num_heldout: goals held out of training.
-    split_seed: of prices, price limits and the split; belongs to the data, not to a run.
+    split_seed: of drawn prices, price limits and the split; belongs to the data, not to a run.
     seed: of the order in which training draws its goals.
     num_products: size of the embedded catalogue, a multiple of 10; unused with `data_dir`.
     results_per_page: products on a results page.
@@ -132,7 +132,7 @@ class WebShop:
 
   def reset(self, task: Task) -> State:
     """The search page, with the task's wish."""
-    return self._state(task, engine.Session())
+    return self._state(task, engine.Visit())
 
   def step(self, state: State, response: str) -> State:
     """Projects the response to an action and performs it; what cannot be performed leaves the page as it is.
@@ -168,7 +168,7 @@ class WebShop:
   def describe(self) -> dict[str, Any]:
     """What a result depends on: data, split and rules."""
     rules = dataclasses.asdict(self.settings)
-    rules['catalogue'] = self.settings.data_dir or 'embedded'
+    del rules['num_products']  # A wish for the embedded catalogue; `products` is what there is.
     return rules | {
       'environment': 'webshop',
       'products': len(self.shop.products),
@@ -179,26 +179,29 @@ class WebShop:
       'rapidfuzz': metadata.version('rapidfuzz'),
     }
 
-  def _act(self, session, action):
+  def _act(self, visit, action):
     name, argument = engine.parse_action(action)
     if self.settings.projection == 'strict' and name == 'search' and not (argument or '').strip():
       return None
-    return engine.act(self.shop, session, action)
+    return engine.act(self.shop, visit, action)
 
-  def _state(self, task, session):
-    texts = engine.page_texts(self.shop, session, task.text)
-    actions = [f'click[{name}]' for name in engine.clickables(self.shop, session)]
-    if session.page == 'index':
+  def _state(self, task, visit):
+    texts = engine.page_texts(self.shop, visit, task.text)
+    actions = [f'click[{name}]' for name in engine.clickables(self.shop, visit)]
+    if self.settings.projection == 'strict':
+      # An option value with brackets in it breaks the action grammar, so that nobody can click it.
+      actions = [action for action in actions if engine.parse_action(action)[0] == 'click']
+    if visit.page == 'index':
       actions.insert(0, 'search[<your query>]')
       # Never executable; the authors' prompt lists it because the page has such a button.
       if self.settings.projection == 'reference':
         actions.append('click[search]')
     observation = wording.anchor(texts, task.text)
-    return State(task=task, observation=observation, actions=tuple(actions), inner=session)
+    return State(task=task, observation=observation, actions=tuple(actions), inner=visit)
 
-  def _buy(self, state, session, taken):
-    score, parts = reward.score(self.shop.by_asin[session.asin], dict(session.options), state.task.data)
-    done = self._state(state.task, dataclasses.replace(session, purchase=parts))
+  def _buy(self, state, visit, taken):
+    score, parts = reward.score(self.shop.by_asin[visit.asin], dict(visit.options), state.task.data)
+    done = self._state(state.task, dataclasses.replace(visit, purchase=parts))
     success = score == 1.0
     return dataclasses.replace(
       done, is_done=True, success=success, score=score, reward=SUCCESS_REWARD if success else 0.0, **taken)
@@ -206,7 +209,7 @@ class WebShop:
 
 def _products(settings) -> list[Product]:
   if not settings.data_dir:
-    return generate.generate_products(settings.num_products, seed=settings.split_seed)
+    return generate.generate_products(settings.num_products, seed=generate.CATALOGUE_SEED)
   return load.load_products(settings.data_dir, seed=settings.split_seed, human=settings.goals == 'human')
 
 

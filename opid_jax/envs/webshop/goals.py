@@ -97,13 +97,14 @@ def split_goals(goals: Sequence[Goal], *, seed: int, num_heldout: int) -> tuple[
       f'num_heldout ({num_heldout}) leaves no product for training: there are {len(goals)} goals of '
       f'{len(asins)} products. Choose a smaller number, or load more products.'
     )
-  chosen = {asin: i for i, asin in enumerate(asins[:needed])}
-  kept, heldout = [], []
-  for asin in chosen:
-    own = [goal for goal in goals if goal.asin == asin]
+  chosen = {asin: [] for asin in asins[:needed]}
+  for goal in goals:
+    if goal.asin in chosen:
+      chosen[goal.asin].append(goal)
+  for asin, own in chosen.items():
     random.Random(f'{seed}/panel/{asin}').shuffle(own)
-    kept += [(rank, chosen[asin], goal) for rank, goal in enumerate(own[:HELDOUT_GOALS_PER_PRODUCT])]
-  heldout = [goal for *_, goal in sorted(kept, key=lambda row: row[:2])][:num_heldout]
+  rounds = itertools.zip_longest(*(own[:HELDOUT_GOALS_PER_PRODUCT] for own in chosen.values()))
+  heldout = [goal for row in rounds for goal in row if goal is not None][:num_heldout]
   texts = {goal.text for goal in heldout}
   train = [goal for goal in goals if goal.asin not in chosen and goal.text not in texts]
   return train, heldout
@@ -126,7 +127,7 @@ def _goal(product, wish, instruction, attributes, options, rng) -> Goal:
   clause = f', and price lower than {price_upper:.2f} dollars' if len(above) >= 2 else ''
   return Goal(
     asin=product.asin,
-    text=wish + clause,
+    text=(wish + clause).strip(),
     instruction=instruction,
     attributes=tuple(attributes),
     options=tuple(options),

@@ -6,7 +6,7 @@ A folder holds either the official files `items_shuffle*.json`, `items_ins_v2*.j
 
 import json
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,17 @@ def load_products(data_dir: str, *, seed: int, human: bool) -> list[Product]:
     ValueError: naming the file and what is missing or wrong in it.
   """
   path = _product_file(Path(data_dir).expanduser())
-  rows = _compact(path) if path.suffix == '.jsonl' else _official(path, human)
+  rows, fields_of = _compact(path) if path.suffix == '.jsonl' else _official(path, human)
   products: dict[str, Product] = {}
   for number, row in enumerate(rows):
-    asin = row.get('asin')
+    asin = row.get('asin') if isinstance(row, dict) else None
     if not isinstance(asin, str):
       raise ValueError(f'{path}: product {number} has no asin (found {asin!r}); expected a string.')
     # The engine finds products in lower case, so asins that differ in case only would hide each other.
     if asin == 'nan' or len(asin) > MAX_ASIN_CHARS or asin.lower() in products:
       continue
     try:
-      products[asin.lower()] = _product(row, seed)
+      products[asin.lower()] = _product(fields_of(row), seed)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
       raise ValueError(f'{path}: product {number} ({asin}) cannot be read: {error!r}.') from error
   if not products:
@@ -74,22 +74,21 @@ def _product_file(path: Path) -> Path:
   return found[0]
 
 
-def _compact(path: Path) -> Iterable[dict]:
-  for number, line in enumerate(path.read_text(encoding='utf-8').splitlines()):
-    if line.strip():
-      row = _parse(line, f'{path}, line {number + 1}', dict)
-      yield row | {'human': row.get('human_instructions') or []}
+def _compact(path: Path) -> tuple[list[dict], Callable[[dict], dict]]:
+  lines = path.read_text(encoding='utf-8').splitlines()
+  rows = [_parse(line, f'{path}, line {i + 1}', dict) for i, line in enumerate(lines) if line.strip()]
+  return rows, lambda row: {**row, 'human': row.get('human_instructions') or ()}
 
 
-def _official(path: Path, human: bool) -> Iterable[dict]:
+def _official(path: Path, human: bool) -> tuple[list[dict], Callable[[dict], dict]]:
   suffix = path.stem.removeprefix('items_shuffle')
-  attributes = _read(path.with_name(f'items_ins_v2{suffix}.json'), dict)
+  mined = _read(path.with_name(f'items_ins_v2{suffix}.json'), dict)
   wishes = _read(path.with_name('items_human_ins.json'), dict) if human else {}
-  for row in _read(path, list):
-    asin = row.get('asin') if isinstance(row, dict) else None
-    own = attributes.get(asin, {})
-    yield {
-      'asin': asin,
+
+  def fields_of(row: dict) -> dict:
+    own = mined.get(row['asin'], {})
+    return {
+      'asin': row['asin'],
       'name': row['name'],
       'category': row.get('category'),
       'query': (row.get('query') or '').lower().strip(),
@@ -101,8 +100,10 @@ def _official(path: Path, human: bool) -> Iterable[dict]:
       'attributes': own.get('attributes'),
       'instruction': own.get('instruction'),
       'instruction_attributes': own.get('instruction_attributes'),
-      'human': wishes.get(asin, []),
-    } if isinstance(row, dict) and 'name' in row else {'asin': asin}
+      'human': wishes.get(row['asin'], ()),
+    }
+
+  return _read(path, list), fields_of
 
 
 def _product(row: Mapping[str, Any], seed: int) -> Product:

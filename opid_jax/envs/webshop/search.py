@@ -22,13 +22,14 @@ STOP_WORDS = frozenset(
 # Word boundaries close to those of Lucene's standard tokenizer (Unicode annex 29): letters and digits join
 # across an inner apostrophe or full stop, digits also across a comma or semicolon, letters across a colon.
 _WORD = re.compile(r"\w+(?:(?:[.'’](?=\w)|(?<=\d)[,;](?=\d)|(?<=[^\W\d_]):(?=[^\W\d_]))\w+)*")
-_PORTER = Stemmer.Stemmer('porter')
+# The stemmer's own cache (0: none) is not safe to share between threads; lru_cache is.
+_stem = functools.lru_cache(maxsize=1 << 16)(Stemmer.Stemmer('porter', 0).stemWord)
 
 
 def tokens(text: str) -> list[str]:
   """Search terms of a text: lower-cased words without possessive 's and stop words, Porter-stemmed."""
   words = (word[:-2] if word.endswith(("'s", '’s')) else word for word in _WORD.findall(text.lower()))
-  return _PORTER.stemWords([word for word in words if word not in STOP_WORDS])
+  return [_stem(word) for word in words if word not in STOP_WORDS]
 
 
 def document(product: Product) -> str:

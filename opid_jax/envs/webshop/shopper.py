@@ -66,16 +66,16 @@ def oracle(env: WebShop, state: State) -> str:
   Searches with the words of the wish, or with those of the title where the wish does not find the product.
   With this player the success rate is the ceiling of a panel: what it misses, nobody can solve.
   """
-  goal, session = state.task.data, state.inner
-  if session.page == 'index':
+  goal, visit = state.task.data, state.inner
+  if visit.page == 'index':
     return f'search[{_query_that_finds(env, goal)}]'
-  if session.page == 'results':
-    shown = engine.visible_products(env.shop, session)
+  if visit.page == 'results':
+    shown = engine.visible_products(env.shop, visit)
     if any(product.asin == goal.asin for product in shown):
       return f'click[{goal.asin.lower()}]'
     return 'click[next >]' if shown else 'click[back to search]'
-  if session.page == 'item' and session.asin == goal.asin.lower():
-    return next((f'click[{value}]' for _, value in _missing(env, session, goal)), BUY)
+  if visit.page == 'item' and visit.asin == goal.asin.lower():
+    return next((f'click[{value}]' for _, value in _missing(env, visit, goal)), BUY)
   return BACK
 
 
@@ -107,12 +107,12 @@ def _next_in_plan(state, plan):
 
 
 def _choose(env, state, rng, care, forbidden):
-  goal, session = state.task.data, state.inner
-  if session.page == 'index':
+  goal, visit = state.task.data, state.inner
+  if visit.page == 'index':
     options = [_search(goal, rng, care), _search(goal, rng, 0.0), f'search[{goal.query}]']
-  elif session.page == 'results':
+  elif visit.page == 'results':
     options = _results_choices(env, state, rng, care)
-  elif session.page == 'item':
+  elif visit.page == 'item':
     options = _item_choices(env, state, rng, care)
   else:
     options = [BACK]
@@ -132,8 +132,8 @@ def _search(goal: Goal, rng: random.Random, care: float) -> str:
 
 
 def _results_choices(env, state, rng, care):
-  goal, session = state.task.data, state.inner
-  shown = engine.visible_products(env.shop, session)
+  goal, visit = state.task.data, state.inner
+  shown = engine.visible_products(env.shop, visit)
   if not shown:
     return ['click[back to search]']
   seen = {action for _, action in state.history}
@@ -146,13 +146,13 @@ def _results_choices(env, state, rng, care):
 
 def _item_choices(env, state, rng, care):
   """Selects what the wish names, gives up on an item that lacks it, buys when nothing is left."""
-  goal, session = state.task.data, state.inner
-  offered = dict(env.shop.by_asin[session.asin].options)
+  goal, visit = state.task.data, state.inner
+  offered = dict(env.shop.by_asin[visit.asin].options)
   lacking = any(value not in offered.get(name, ()) for name, value in _pairs(goal, offered))
   if lacking and rng.random() < care:
     return [BACK, BUY]
   choices = []
-  for name, value in _missing(env, session, goal):
+  for name, value in _missing(env, visit, goal):
     chance = rng.random()
     # Half of the carelessness picks another value, the other half forgets the option.
     if chance < (1.0 + care) / 2:
@@ -162,10 +162,10 @@ def _item_choices(env, state, rng, care):
   return [*choices, BUY, BACK]
 
 
-def _missing(env, session, goal):
+def _missing(env, visit, goal):
   """(name, value) that the wish names, the item offers and nobody has selected, also not another value."""
-  offered = dict(env.shop.by_asin[session.asin].options)
-  selected = dict(session.options)
+  offered = dict(env.shop.by_asin[visit.asin].options)
+  selected = dict(visit.options)
   return [(name, value) for name, value in _pairs(goal, offered)
           if value in offered.get(name, ()) and name not in selected]
 
