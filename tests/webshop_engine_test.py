@@ -7,7 +7,7 @@ from shared import golden, shared_path
 
 from opid_jax.envs.webshop import engine
 from opid_jax.envs.webshop.catalogue import Product
-from opid_jax.envs.webshop.engine import Visit, Shop
+from opid_jax.envs.webshop.engine import Shop, Visit
 
 
 def _product(asin, name='red shirt', options=(), price='$9.0', description='nice', bullets=('soft', ' ')):
