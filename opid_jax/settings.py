@@ -132,24 +132,6 @@ def flatten(config: Mapping[str, Any]) -> dict[str, Any]:
   return flat
 
 
-def mesh_shape(config: ml_collections.ConfigDict, num_devices: int) -> tuple[int, int, int]:
-  """Sizes of the axes (data, fsdp, tensor), with -1 replaced by what is left of the devices.
-
-  Raises:
-    ValueError: if the devices do not divide among the axes.
-  """
-  sizes = [config.mesh.data, config.mesh.fsdp, config.mesh.tensor]
-  fixed = math.prod(size for size in sizes if size != -1)
-  left = num_devices // fixed
-  if num_devices % fixed or (-1 not in sizes and left != 1):
-    raise ValueError(
-      f'mesh.data x mesh.fsdp x mesh.tensor = {" x ".join(map(str, sizes))} does not use exactly the '
-      f'{num_devices} devices; set one axis to -1 (what is left) or change the sizes.'
-    )
-  data, fsdp, tensor = (left if size == -1 else size for size in sizes)
-  return data, fsdp, tensor
-
-
 def _group(config: ml_collections.ConfigDict, name: str) -> ml_collections.ConfigDict:
   head, dot, _ = name.partition('.')
   if not dot:
@@ -317,16 +299,20 @@ def _mesh_problems(c: ml_collections.ConfigDict, num_devices: int) -> list[str]:
     return [f'mesh is {sizes}: at most one axis can be -1, what is left.']
   if not num_devices:
     return []
-  try:
-    data, fsdp, _ = mesh_shape(c, num_devices)
-  except ValueError as error:
-    return [str(error)]
+  fixed = math.prod(size for size in sizes if size != -1)
+  left = num_devices // fixed
+  if num_devices % fixed or (-1 not in sizes and left != 1):
+    return [
+      f'mesh.data x mesh.fsdp x mesh.tensor = {" x ".join(map(str, sizes))} does not use exactly the '
+      f'{num_devices} devices: set one axis to -1 (what is left) or change the sizes.'
+    ]
+  shards = math.prod(left if size == -1 else size for size in sizes[:2])
   return [
-    f'{name} ({count}) is not a multiple of the {data * fsdp} devices that share it (mesh.data x mesh.fsdp).'
+    f'{name} ({count}) is not a multiple of the {shards} devices that share it (mesh.data x mesh.fsdp).'
     for name, count in (
       ('learner.rows_per_call', c.learner.rows_per_call),
       ('rollout.slots', c.rollout.slots),
       ('rollout.prefill_rows', c.rollout.prefill_rows),
     )
-    if count % (data * fsdp)
+    if count % shards
   ]
