@@ -21,6 +21,7 @@ import numpy as np
 from opid_jax.types import TrainState
 
 _UNFINISHED = re.compile(r'\d+\.orbax-checkpoint-tmp')
+# No space, no quota, no larger files: each means that this write will fail again.
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
@@ -91,7 +92,8 @@ class Checkpoints:
     if step in self._manager.all_steps():
       return
     need, free = _num_bytes(state), shutil.disk_usage(self.folder).free
-    if free < need:
+    # Several hosts may see different numbers, and all of them must take part in a save or none.
+    if free < need and jax.process_count() == 1:
       self._full(step, f'about {_size(need)} are needed, {_size(free)} are free')
       return
     items = ocp.args.Composite(
