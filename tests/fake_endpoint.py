@@ -60,7 +60,7 @@ def completion(fields: dict[str, Any], *, tokens=(10, 5), delay_s: float = 0.0) 
   return Reply(body=json.dumps(document).encode(), delay_s=delay_s)
 
 
-def status(code: int, *, error: str = 'scripted', retry_after: str = '', error_code: str | None = None) -> Reply:
+def status(code: int, *, error: str = 'scripted', retry_after: str = '', error_code: str = '') -> Reply:
   """An HTTP error."""
   body = json.dumps({'error': {'message': error, 'type': 'scripted', 'code': error_code}}).encode()
   return Reply(code=code, body=body, headers=(('Retry-After', retry_after),) if retry_after else ())
@@ -100,7 +100,7 @@ class FakeEndpoint:
     self._closing = threading.Event()
     self._server = _Server(('127.0.0.1', 0), self._handler())
     self.url = f'http://127.0.0.1:{self._server.server_address[1]}/v1'
-    self._thread = threading.Thread(target=self._server.serve_forever, kwargs={'poll_interval': 0.02}, daemon=True)
+    self._thread = threading.Thread(target=self._serve, daemon=True)
 
   def __enter__(self) -> 'FakeEndpoint':
     self._thread.start()
@@ -112,13 +112,17 @@ class FakeEndpoint:
     self._server.server_close()
     self._thread.join(5)
 
+  def _serve(self) -> None:
+    self._server.serve_forever(poll_interval=0.02)
+
   def _handler(endpoint) -> type[BaseHTTPRequestHandler]:  # noqa: N805 (the handler inside has its own self)
     class Handler(BaseHTTPRequestHandler):
       protocol_version = 'HTTP/1.1'
 
       def do_POST(self):  # noqa: N802 (name given by the base class)
         body = json.loads(self.rfile.read(int(self.headers['Content-Length'])))
-        reply = endpoint._arrived(Request(body, self.path, self.headers.get('Authorization', ''), time.monotonic()))
+        key = self.headers.get('Authorization', '')
+        reply = endpoint._arrived(Request(body, self.path, key, time.monotonic()))
         endpoint._closing.wait(MAX_HANG_S if reply.hangs else reply.delay_s)
         with endpoint._lock:
           endpoint._open -= 1
@@ -126,8 +130,8 @@ class FakeEndpoint:
           self.close_connection = True
           return
         self.send_response(reply.code)
-        headers = {'Content-Type': 'application/json', **dict(reply.headers), 'Content-Length': str(len(reply.body))}
-        for name, value in headers.items():
+        headers = {'Content-Type': 'application/json', **dict(reply.headers)}
+        for name, value in (*headers.items(), ('Content-Length', str(len(reply.body)))):
           self.send_header(name, value)
         self.end_headers()
         self.wfile.write(reply.body[:len(reply.body) // 2] if reply.breaks else reply.body)

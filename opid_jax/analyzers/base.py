@@ -37,6 +37,7 @@ class Settings:
       nothing more is asked, and the remaining trajectories train as GRPO under the reason 'budget'. Requests
       that are in flight at that moment still complete.
     max_prompt_chars: longest prompt in characters.
+    max_prompt_tokens: longest prompt in tokens that 'policy' can read; the other analyzers do not use it.
     temperature: sampling temperature of the endpoint.
   """
 
@@ -53,6 +54,7 @@ class Settings:
   max_reply_tokens: int = 4096
   token_budget: int = 0
   max_prompt_chars: int = 60000
+  max_prompt_tokens: int = 8192
   temperature: float = 0.4
 
   def __post_init__(self):

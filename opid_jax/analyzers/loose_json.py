@@ -43,6 +43,11 @@ def read(text: str, start: int) -> tuple[Any, int]:
   return _value(text, start, 0)
 
 
+def unescape(text: str) -> str:
+  """The inside of a string without its escapes; an unknown escape stands for the character itself."""
+  return _ESCAPE.sub(_unescape, text)
+
+
 def _value(text: str, at: int, depth: int) -> tuple[Any, int]:
   at = _skip(text, at)
   first = text[at]
@@ -85,7 +90,7 @@ def _string(text: str, at: int) -> tuple[str, int]:
   end = _STRING[quote].match(text, at + 1).end()
   if end >= len(text) or text[end] != quote:
     raise Cut('inside a string')
-  return _ESCAPE.sub(_unescape, text[at + 1:end]), end + 1
+  return unescape(text[at + 1:end]), end + 1
 
 
 def _unescape(match: re.Match) -> str:

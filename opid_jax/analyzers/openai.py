@@ -212,7 +212,7 @@ class OpenAIAnalyzer:
     if status in _FATAL_STATUS or error.code == 'insufficient_quota':
       raise RuntimeError(
         f'The endpoint {s.base_url or "api.openai.com"} refuses model {s.model!r} ({detail}). Check '
-        f'analyzer.model, analyzer.base_url and the key in the environment variable {s.api_key_env}.') from error
+        f'analyzer.model, analyzer.base_url and the key in the variable {s.api_key_env}.') from error
     retry_after = _retry_after(error.response.headers)
     self._resume_at = max(self._resume_at, self._loop.time() + retry_after)
     if status == 429:

@@ -28,9 +28,6 @@ _THOUGHT_END = re.compile(r'</(?:think|thinking|thought|thoughts|reasoning)\s*>'
 _OBJECT_START = re.compile(r'\{\s*["\']')
 _FIELD_START = re.compile(rf'\{{\s*["\'](?:{"|".join(_FIELDS)})["\']')
 _NOTHING = frozenset({'none', 'null', 'nan', 'n/a', 'na', 'nil', 'undefined', 'true', 'false'})
-_STRUCTURE = re.compile(r'[\s{}\[\]",:\\]+')
-_DEBRIS = re.compile(r'"\s*:|"\s*,\s*"|[{}]')
-_MAX_REPAIR_CHARS = 20000
 _STRICT = json.JSONDecoder(strict=False)
 
 
@@ -116,8 +113,10 @@ def _object_at(text: str, start: int) -> tuple[dict | None, int, str]:
   end = _closing_brace(text, start)
   if not end:
     return None, len(text), 'truncated'
-  value = _repair(text[start:end])
-  return value, end, '' if value is not None else 'invalid_json'
+  try:
+    return _with_bare_quotes(text[start:end]), end, ''
+  except loose_json.Malformed:
+    return None, end, 'invalid_json'
 
 
 def _closing_brace(text: str, start: int) -> int:
@@ -130,32 +129,47 @@ def _closing_brace(text: str, start: int) -> int:
   return 0
 
 
-def _repair(text: str) -> dict | None:
+def _with_bare_quotes(text: str) -> dict:
   """Recovers an object with unescaped quotes, whole or not at all.
 
-  A repair library guesses where a string ends. The guess is used only if it kept every character of the
-  original in its order, apart from JSON's own, if the fields are exactly those of the contract, and if no
-  text still holds a separator, as it does when two fields were taken for one.
-  """
-  # The depth is bounded, so the library, which is recursive, stays far from the interpreter's limit.
-  if len(text) > _MAX_REPAIR_CHARS or text.count('{') > 64 or text.count('[') > 64:
-    return None
-  import json_repair
+  A quote is taken for the end of a text only where the next field of the contract, the next step number or
+  the end follows. (Repair libraries guess more, and lose quotes or cut sentences.)
 
-  value = json_repair.loads(text, skip_json_loads=True)
-  if not isinstance(value, dict) or not set(value) <= set(_FIELDS):
-    return None
-  steps = value.get('step_skills', {})
-  if not isinstance(steps, dict) or any(_index(key) is None for key in steps):
-    return None
-  texts = [value.get('episode_summary', ''), value.get('episode_skill', ''), *steps.values()]
-  if not all(isinstance(item, str) and not _DEBRIS.search(item) for item in texts):
-    return None
-  words = []
-  for key, item in value.items():
-    words += [key, *([part for pair in item.items() for part in pair] if key == 'step_skills' else [item])]
-  is_whole = _STRUCTURE.sub('', ''.join(words)) == _STRUCTURE.sub('', text)
-  return value if is_whole else None
+  Raises:
+    loose_json.Malformed: if the object is not made of exactly that.
+  """
+  quote = text[1:].lstrip()[0]
+  result: dict = {}
+  for name, source in _split(text, quote, '|'.join(_FIELDS)).items():
+    if name == 'step_skills':
+      steps = _split(source, quote, r'\d{1,6}')
+      result[name] = {index: _quoted(sentence, quote) for index, sentence in steps.items()}
+    else:
+      result[name] = _quoted(source, quote)
+  return result
+
+
+def _split(text: str, quote: str, names: str) -> dict[str, str]:
+  """Sources of the values in '{"name": value, ...}', whose names match the pattern `names`."""
+  if not text.startswith('{') or not text.endswith('}'):
+    raise loose_json.Malformed('no object')
+  if not text[1:-1].strip():
+    return {}
+  starts = list(re.finditer(rf'[{{,]\s*{quote}({names}){quote}\s*:\s*', text))
+  if not starts or starts[0].start() or len({start.group(1) for start in starts}) < len(starts):
+    raise loose_json.Malformed('an unknown or repeated name')
+  ends = [start.start() for start in starts[1:]] + [len(text) - 1]
+  values = [text[start.end():end].rstrip() for start, end in zip(starts, ends, strict=True)]
+  values[-1] = re.sub(r'(?<=["\'}])\s*,$', '', values[-1])
+  return {start.group(1): value for start, value in zip(starts, values, strict=True)}
+
+
+def _quoted(source: str, quote: str) -> str:
+  """The text between the outer quotes, unless it holds what looks like another name."""
+  text = source[1:-1]
+  if len(source) < 2 or not source[0] == source[-1] == quote or re.search(rf'{quote}\s*:', text):
+    raise loose_json.Malformed('no text, or two in one')
+  return loose_json.unescape(text)
 
 
 def _choose(found: list[dict]) -> dict:
