@@ -17,10 +17,11 @@ EMBEDDED = {
   'num_steps': 20,
   'env.instructions': 'brief',
   'env.num_heldout': 200,
+  'env.history_length': 4,  # Past actions only, in the brief wording.
   'rollout.tasks_per_step': 8,
   'rollout.max_prompt_tokens': 320,
   'rollout.max_skill_tokens': 64,
-  'rollout.max_response_tokens': 48,
+  'rollout.max_response_tokens': 32,
   'rollout.prompt_style': 'brief',
   'rollout.bucket': 64,
   'algorithm.episode_weight': 0.2,
@@ -31,7 +32,8 @@ EMBEDDED = {
   'algorithm.shift_clip': 3.0,
   'optimizer.learning_rate': 3e-4,
   'learner.minibatch_steps': 256,
-  'learner.row_length': 512,
+  'model.remat': 'layer',  # On a CPU, recomputing is quicker than the memory traffic of keeping.
+  'learner.row_length': 416,
   'learner.slots_per_row': 128,
   'evaluate.num_tasks': 200,
 }

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import jax
 
-from opid_jax import checkpoint, envs, flags, metrics, policy, rollout, sampling, settings, sharding
+from opid_jax import checkpoint, envs, flags, metrics, policy, rollout, samples, sampling, settings, sharding
 from opid_jax.types import Task, Trajectory
 
 SPLITS = ('heldout', 'train')
@@ -106,9 +106,10 @@ def main(argv: Sequence[str]) -> None:
   env = envs.make(config.env, seed=config.seed)
   tasks = env.panel(option['split'], config.evaluate.num_tasks)
   agent = policy.describe(config, mesh)
-  params = policy.load_params(agent, mesh)
   if option['checkpoint']:
-    params = checkpoint.restore_params(option['checkpoint'], params)
+    params = checkpoint.restore_params(option['checkpoint'], policy.shapes(agent, mesh))
+  else:
+    params = policy.load_params(agent, mesh)
   r = config.rollout
   sampler = policy.make_sampler(
     agent, params, mesh, r, max_prompt=r.max_prompt_tokens, max_response=r.max_response_tokens
@@ -128,8 +129,6 @@ def main(argv: Sequence[str]) -> None:
   row = result.row('eval')
   print(metrics.table([('policy', option['checkpoint'] or agent.folder), *row.items()]))
   if option['output']:
-    from opid_jax import samples
-
     with open(option['output'], 'w', encoding='utf-8') as file:
       file.write(json.dumps({**row, 'env': env.describe()}) + '\n')
       file.writelines(json.dumps(samples.to_json(t, None), ensure_ascii=False) + '\n' for t in result.trajectories)

@@ -105,6 +105,7 @@ FIELDS = {
   'analyzer.max_reply_tokens': _count(4096),
   'analyzer.token_budget': _size(0),  # tokens per run, in and out; 0 = no limit
   'analyzer.max_prompt_chars': _count(60000),
+  'analyzer.max_prompt_tokens': _count(8192),  # analyzer 'policy' only: longest prompt it can read
   'analyzer.temperature': _amount(0.4),
 
   # Credit.

@@ -78,15 +78,26 @@ def make_options(config, mesh) -> qwen.Options:
   )
 
 
+def shapes(policy: Policy, mesh):
+  """`ShapeDtypeStruct`s of the float32 parameters, with their shardings."""
+  tree = jax.eval_shape(functools.partial(qwen.init, config=policy.config), jax.random.key(0))
+  return jax.tree.map(
+    lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+    tree,
+    sharding.shard_tree(tree, mesh),
+  )
+
+
 def load_params(policy: Policy, mesh):
   """float32 master weights, placed leaf by leaf, so that the host never holds the whole model."""
-  shapes = jax.eval_shape(functools.partial(qwen.init, config=policy.config), jax.random.key(0))
   where = {
-    sharding.path_of(keys): leaf for keys, leaf in jax.tree_util.tree_leaves_with_path(sharding.shard_tree(shapes, mesh))
+    sharding.path_of(keys): leaf.sharding for keys, leaf in jax.tree_util.tree_leaves_with_path(shapes(policy, mesh))
   }
-  return hf.load_params(
-    policy.folder, policy.config, dtype='float32', place=lambda path, array: jax.device_put(array, where['/'.join(path)])
-  )
+
+  def place(path, array):
+    return jax.device_put(array, where['/'.join(path)])
+
+  return hf.load_params(policy.folder, policy.config, dtype='float32', place=place)
 
 
 def make_sampler(policy: Policy, params, mesh, settings, *, max_prompt: int, max_response: int) -> sampling.Sampler:

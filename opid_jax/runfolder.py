@@ -81,7 +81,8 @@ def check_same_run(host: Mapping[str, Any], config, data: Mapping[str, Any]) -> 
 
 def headline(config, policy, data: Mapping[str, Any], folder: Path, last: int | None) -> str:
   """First line of a run: what learns where, from which step, into which folder."""
-  where = ', '.join(f'{name} {data[name]}' for name in ('catalogue', 'products', 'train_goals', 'heldout_goals') if name in data)
+  shown = ('catalogue', 'products', 'train_goals', 'heldout_goals')
+  where = ', '.join(f'{name} {data[name]}' for name in shown if name in data)
   begin = 'from the beginning' if last is None else f'continued after step {last}'
   return (
     f'{config.algorithm.name} on {config.env.name} ({where}), policy {policy.folder}, {begin}, '

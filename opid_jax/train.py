@@ -98,7 +98,7 @@ def make_programs(config, policy: policies.Policy, state_shapes: TrainState, mes
     functools.partial(learner.apply, transform=transform, learning_rate=rate),
     in_shardings=(state, params, scalar),
     out_shardings=(state, scalar),
-    donate_argnums=(0, 1),
+    donate_argnums=(0,),  # The new state takes the old one's memory; there is nothing left to give the gradient's to.
   )
   return Programs(score, zero, accumulate, apply)
 

@@ -12,8 +12,10 @@ import importlib
 import json
 import os
 import sys
+import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -29,13 +31,13 @@ from opid_jax.types import Packed
 OPTIONS = {
   'out': flags.Option('runs/policy', 'folder to write'),
   'episodes': flags.Option(8000, 'scripted episodes, all on training goals'),
-  'updates': flags.Option(1500, 'optimizer updates'),
-  'learning_rate': flags.Option(3e-3, 'peak; warm-up over 5 %, then cosine to 0'),
+  'updates': flags.Option(2000, 'optimizer updates'),
+  'learning_rate': flags.Option(2e-3, 'peak; warm-up over 5 %, then cosine to 0'),
   'care_low': flags.Option(0.1, 'least care of a scripted actor, in [0, 1]'),
   'care_high': flags.Option(0.6, 'most care of a scripted actor, in [0, 1]'),
   'advised': flags.Option(0.4, 'share of the turns with advice in the prompt'),
   'prompt_weight': flags.Option(0.1, 'loss weight of prompt tokens beside 1 for response tokens'),
-  'rows': flags.Option(16, 'packed rows per update'),
+  'rows': flags.Option(8, 'packed rows per update'),
 }
 
 # Qwen3's shape at 1.3 million parameters; the vocabulary size is the tokenizer's.
@@ -106,6 +108,14 @@ def train_tokenizer(texts: Iterable[str], folder: str, *, vocab_size: int) -> No
     json.dump({'eos_token_id': ends, 'pad_token_id': ends[1]}, file)
 
 
+def corpus(env, shown, style: str) -> Iterable[str]:
+  """What the tokenizer is made from: prompts and responses."""
+  for d in shown:
+    skill = {'episode_skill': d.episode_skill, 'step_skill': d.step_skill}
+    yield prompts.render(env.prompt(d.state), **skill, style=style)
+    yield d.response
+
+
 def examples(env, demonstrations, tokenizer, limits: rollout.Limits) -> list[Example]:
   """Demonstrations as ids, through the same path that acting takes."""
   end = tokenizer.end_ids[0]
@@ -171,43 +181,40 @@ def fit(params, data: Sequence[Example], config: qwen.QwenConfig, option, *, row
       spent = time.monotonic() - begin
       left = spent / (number + 1) * (option['updates'] - number - 1)
       mean = float(np.mean([float(x) for x in recent]))
-      print(f'update {number + 1}/{option["updates"]}: {mean:.4f} nats per response token, {left:.0f} s left', flush=True)
+      where = f'update {number + 1}/{option["updates"]}'
+      print(f'{where}: {mean:.4f} nats per response token, {left:.0f} s left', flush=True)
       recent.clear()
   return params
 
 
 def main(argv: Sequence[str]) -> None:
   config, option = flags.read_or_exit(argv, OPTIONS, __doc__)
+  out = Path(option['out'])
+  if out.exists() and (not out.is_dir() or any(out.iterdir())):
+    sys.exit(f'--out={out} is there already. Name a new folder.')
   env = envs.make(config.env, seed=config.seed)
   module = importlib.import_module(f'opid_jax.envs.{config.env.name}.demonstrate')
-  # Consecutive training steps draw without replacement, so every training goal appears about equally often.
-  tasks = env.tasks(0, option['episodes'])
   shown = list(
     module.demonstrations(
-      env, tasks, seed=config.seed, care=(option['care_low'], option['care_high']), advised=option['advised']
+      env,
+      env.tasks(0, option['episodes']),  # Epoch after epoch of the training goals.
+      seed=config.seed,
+      care=(option['care_low'], option['care_high']),
+      advised=option['advised'],
     )
   )
   limits = evaluate.limits(config)
-  corpus = (
-    text
-    for d in shown
-    for text in (
-      prompts.render(
-        env.prompt(d.state), episode_skill=d.episode_skill, step_skill=d.step_skill, style=limits.style
-      ),
-      d.response,
-    )
-  )
-  train_tokenizer(corpus, option['out'], vocab_size=MODEL.vocab_size)
-  tokenizer = Tokenizer.load(option['out'])
-  data = examples(env, shown, tokenizer, limits)
-  lengths = [len(e.prompt) + len(e.response) for e in data]
-  print(f'{len(data)} turns, {np.mean(lengths):.0f} tokens on average, {max(lengths)} at most', flush=True)
-  params = qwen.init(jax.random.key(config.seed), MODEL)
-  print(f'{qwen.count_parameters(params):,} parameters', flush=True)
-  params = fit(params, data, MODEL, option, row_length=config.learner.row_length, seed=config.seed)
-  hf.save_folder(option['out'], params, MODEL, dtype='bfloat16', tokenizer_folder=option['out'])
-  print(f'Wrote {option["out"]}.')
+  with tempfile.TemporaryDirectory() as folder:
+    train_tokenizer(corpus(env, shown, limits.style), folder, vocab_size=MODEL.vocab_size)
+    tokenizer = Tokenizer.load(folder)
+    data = examples(env, shown, tokenizer, limits)
+    lengths = [len(e.prompt) + len(e.response) for e in data]
+    print(f'{len(data)} turns, {np.mean(lengths):.0f} tokens on average, {max(lengths)} at most', flush=True)
+    params = qwen.init(jax.random.key(config.seed), MODEL)
+    print(f'{qwen.count_parameters(params):,} parameters', flush=True)
+    params = fit(params, data, MODEL, option, row_length=config.learner.row_length, seed=config.seed)
+    hf.save_folder(out, params, MODEL, dtype='bfloat16', tokenizer_folder=folder)
+  print(f'Wrote {out}. Measure it: python -m opid_jax.evaluate --config=... --config.model.path={out}')
 
 
 if __name__ == '__main__':

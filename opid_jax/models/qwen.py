@@ -238,7 +238,8 @@ class Qwen(nn.Module):
     x = RMSNorm(c.norm_eps, name='final_norm')(x)
     if not c.tied:
       # Declared here, used by `head`: the decoder itself never makes logits.
-      self.param('head', lambda key, shape: {'kernel': nn.initializers.normal(0.02)(key, shape)}, (c.width, c.vocab_size))
+      normal = nn.initializers.normal(0.02)
+      self.param('head', lambda key: {'kernel': normal(key, (c.width, c.vocab_size))})
     return x, cache, kept
 
 
