@@ -35,7 +35,7 @@ EXTRAS = {
   'tpu': ['jax[tpu]>=0.10.2,<0.13'],
   'cuda13': ['jax[cuda13]>=0.10.2,<0.13'],
   'wandb': ['wandb>=0.31,<1'],
-  'test': ['pytest>=9,<10', 'ruff>=0.17,<0.18', 'safetensors>=0.8,<1'],
+  'test': ['packaging>=24', 'pytest>=9,<10', 'ruff>=0.17,<0.18', 'safetensors>=0.8,<1', 'setuptools>=77'],
 }
 
 setuptools.setup(
