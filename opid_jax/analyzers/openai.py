@@ -136,9 +136,6 @@ class OpenAIAnalyzer:
     limit, asked, seen, dropped = s.max_reply_tokens, text, set(), 0
     trouble = Trouble('timeout', 'no time left before the first request')
     for attempt in range(s.max_attempts):
-      if 0 < s.token_budget <= self._spent:
-        trouble = Trouble('budget', f'{self._spent} of {s.token_budget} tokens are spent')
-        break
       outcome = await self._ask(asked, limit, usage, deadline)
       if isinstance(outcome, str):
         skills, dropped = reply.parse_counted(
@@ -171,6 +168,8 @@ class OpenAIAnalyzer:
         if self._resume_at >= deadline:
           return Trouble('rate_limited', f'the endpoint asks to wait {pause:.0f} s more')
         await asyncio.sleep(pause)
+      if 0 < s.token_budget <= self._spent:
+        return Trouble('budget', f'{self._spent} of {s.token_budget} tokens are spent')
       usage.requests += 1
       usage.retries += usage.requests > 1
       try:
