@@ -188,6 +188,7 @@ def train(config, workdir: str) -> dict[str, float]:
   progress.say(runfolder.headline(config, policy, env.describe(), folder, last))
 
   def play_panel(step: int) -> dict[str, float]:
+    begin = time.monotonic()
     result = evaluate.play_panel(
       env,
       panel,
@@ -200,7 +201,7 @@ def train(config, workdir: str) -> dict[str, float]:
       on_done=lambda trajectory: stop.check(),
     )
     progress.say(f'step {step}: held-out success {100 * result.success_rate:.1f}%, score {100 * result.score:.1f}')
-    return result.row('eval')
+    return {**result.row('eval'), 'time/evaluate_s': time.monotonic() - begin}
 
   def save(step: int) -> None:
     writer.flush()
