@@ -8,6 +8,7 @@ import dataclasses
 import json
 import logging
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -149,9 +150,7 @@ class Tokenizer:
     chat = CHATS[self.family]
     _check_messages(messages)
     if chat.opens and thinking is False:
-      raise ValueError(
-        'thinking=False: this model always thinks (its template opens the block). Use None or True.'
-      )
+      raise ValueError('thinking=False: this model always thinks (its template opens the block). Use None or True.')
     start, end = self._marker('<|im_start|>'), self._marker('<|im_end|>')
     line_break = self.encode('\n')
     turns = list(messages)
@@ -160,7 +159,7 @@ class Tokenizer:
     last_question = max((i for i, (role, _) in enumerate(turns) if role == 'user'), default=len(turns))
     ids = []
     for i, (role, text) in enumerate(turns):
-      if chat.thinks and role == 'assistant' and i < last_question:
+      if chat.thinks and role == 'assistant' and i < last_question and '</think>' in text:
         text = text.split('</think>')[-1].lstrip('\n')
       # Role and text in one piece: line breaks at the start of the text merge with the one behind the role.
       ids += [start, *self.encode(f'{role}\n{text}', markup=markup), end, *line_break]
@@ -174,9 +173,7 @@ class Tokenizer:
 
   def _marker(self, text) -> int:
     if text not in self.vocabulary.added:
-      raise ValueError(
-        f'The chat layout {self.family!r} needs the added token {text!r}; the tokenizer has none.'
-      )
+      raise ValueError(f'The chat layout {self.family!r} needs the added token {text!r}; the tokenizer has none.')
     return self.vocabulary.added[text]
 
   def _think(self, text) -> list[int]:
@@ -218,9 +215,7 @@ def _end_ids(folder, vocabulary, settings, model, generation) -> tuple[int, ...]
   found += [vocabulary.added[name] for name in names if name in vocabulary.added]
   outside = [number for number in found if number >= vocabulary.size]
   if outside:
-    _log.warning(
-      '%s: eos_token_id %s lies outside the %d ids and is ignored.', folder, outside, vocabulary.size
-    )
+    _log.warning('%s: eos_token_id %s lies outside the %d ids and is ignored.', folder, outside, vocabulary.size)
   return tuple(dict.fromkeys(number for number in found if number < vocabulary.size))
 
 
@@ -245,4 +240,8 @@ def _family(folder, settings, model_type) -> str:
   for name in ('qwen2.5', 'qwen2'):
     if CHATS[name].system in template:
       return name
+  default = re.search(r"<\|im_start\|>system\\n([^'{<]+)<\|im_end\|>", template)
+  if default:
+    message = '%s: the template has a system message of its own, which is not added by itself: %r. Pass it in.'
+    _log.warning(message, folder, default[1])
   return 'qwen3' if '</think>' in template else 'plain'
