@@ -51,7 +51,7 @@ def _attend(q, k, v, column, visible_to):
   batch, queries, heads, dim = q.shape
   q = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], dim)
   scores = jnp.einsum('bqhgd,bkhd->bhgqk', q, k, preferred_element_type=jnp.float32) * dim**-0.5
-  key_column = jnp.arange(k.shape[1], dtype=jnp.int32)
+  key_column = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
   seen = (key_column <= column[:, :, None]) & (column[:, :, None] < visible_to[:, None, :])
   scores = jnp.where(seen[:, None, None], scores, _HIDDEN)
   weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
