@@ -11,7 +11,7 @@ from typing import Any
 from opid_jax import metrics, samples, settings
 
 # Fields that may differ when a run is continued: they change no number of it.
-FREE = ('compile_cache', 'checkpoint.', 'log.', 'analyzer.concurrency', 'analyzer.api_key_env', 'num_steps')
+FREE = ('compile_cache', 'checkpoint.', 'log.', 'analyzer.concurrency', 'analyzer.api_key_env')
 _PACKAGES = ('opid_jax', 'jax', 'jaxlib', 'flax', 'optax', 'orbax-checkpoint', 'numpy', 'transformers', 'tokenizers')
 
 
@@ -61,10 +61,12 @@ def check_same_run(host: Mapping[str, Any], config, data: Mapping[str, Any]) -> 
   if not host:
     return
   old, new = host['config'], json.loads(json.dumps(settings.flatten(config)))
+  # A longer run is the same run, unless the learning rate looks at the length.
+  free = (*FREE, 'num_steps') if config.optimizer.schedule == 'constant' else FREE
   changed = [
     f'{name}: {old.get(name)!r} in the checkpoint, {new.get(name)!r} now'
     for name in sorted({*old, *new})
-    if old.get(name) != new.get(name) and not name.startswith(FREE)
+    if old.get(name) != new.get(name) and not name.startswith(free)
   ]
   now = json.loads(json.dumps(dict(data)))
   changed += [

@@ -6,12 +6,11 @@ The same command continues an interrupted run from its last checkpoint.
 """
 
 import functools
-import importlib
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,11 +21,11 @@ from opid_jax import (
   envs,
   evaluate,
   flags,
-  layout,
+  hindsight,
   learner,
-  losses,
   metrics,
   optimizer,
+  passes,
   rollout,
   runfolder,
   sampling,
@@ -34,40 +33,27 @@ from opid_jax import (
   sharding,
   skills,
 )
-from opid_jax import (
-  policy as policies,
-)
+from opid_jax import policy as policies
 from opid_jax.algorithms import ALGORITHMS, AdvantageSettings, Evidence
 from opid_jax.batch import Batch, gap_metrics, rollout_metrics
 from opid_jax.interrupt import Interrupted, StopSignal
-from opid_jax.types import Packed, Skills, TrainState, Trajectory
+from opid_jax.passes import Programs
+from opid_jax.types import Skills, TrainState, Trajectory
 
 OPTIONS = {'workdir': flags.Option('', 'run folder; empty: runs/<config>-<algorithm>-seed<seed>')}
 
 
-class Programs(NamedTuple):
-  """The compiled side of a training step; see `learner` for what each does."""
-
-  score: Callable
-  zero: Callable
-  accumulate: Callable
-  apply: Callable
-
-
-def make_programs(config, policy: policies.Policy, state_shapes: TrainState, mesh) -> Programs:
+def make_programs(config, policy: policies.Policy, shapes: TrainState, mesh) -> Programs:
   """Jits everything that a training step runs, with donation and shardings in view.
 
   Args:
-    state_shapes: arrays or `ShapeDtypeStruct`s; only shapes are read, so a mesh of absent devices will do.
+    shapes: from `state_shapes`; nothing is allocated, so a mesh of absent devices will do.
   """
-  params = sharding.shard_tree(state_shapes.params, mesh)
-  state = TrainState(sharding.replicated(mesh), params, sharding.shard_tree(state_shapes.opt_state, mesh))
+  state = jax.tree.map(lambda leaf: leaf.sharding, shapes)
+  params = state.params
   rows, scalar = sharding.rows(mesh), sharding.replicated(mesh)
   model: dict[str, Any] = {'config': policy.config, 'options': policy.options}
   o = config.optimizer
-  transform = optimizer.make(
-    b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm
-  )
   rate = functools.partial(
     optimizer.learning_rate,
     peak=o.learning_rate,
@@ -95,7 +81,7 @@ def make_programs(config, policy: policies.Policy, state_shapes: TrainState, mes
     donate_argnums=(1, 2),
   )
   apply = jax.jit(
-    functools.partial(learner.apply, transform=transform, learning_rate=rate),
+    functools.partial(learner.apply, transform=make_transform(config), learning_rate=rate),
     in_shardings=(state, params, scalar),
     out_shardings=(state, scalar),
     donate_argnums=(0,),  # The new state takes the old one's memory; there is nothing left to give the gradient's to.
@@ -117,15 +103,30 @@ def loss_settings(config) -> learner.LossSettings:
   )
 
 
+def make_transform(config):
+  o = config.optimizer
+  return optimizer.make(b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm)
+
+
+def state_shapes(config, params, mesh) -> TrainState:
+  """The train state as `ShapeDtypeStruct`s with their shardings, from parameters or their shapes."""
+
+  def place(tree):
+    return jax.tree.map(
+      lambda leaf, where: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=where),
+      tree,
+      sharding.shard_tree(tree, mesh),
+    )
+
+  step = jax.ShapeDtypeStruct((), jnp.int32)
+  return place(TrainState(step, params, jax.eval_shape(make_transform(config).init, params)))
+
+
 def init_state(config, params, mesh) -> TrainState:
   """A fresh optimizer beside `params`, sharded like them."""
-  o = config.optimizer
-  transform = optimizer.make(
-    b1=o.b1, b2=o.b2, eps=o.eps, weight_decay=o.weight_decay, clip_norm=o.clip_norm
-  )
-  where = sharding.shard_tree(jax.eval_shape(transform.init, params), mesh)
-  opt_state = jax.jit(transform.init, out_shardings=where)(params)
-  return TrainState(jax.device_put(jnp.zeros((), jnp.int32), sharding.replicated(mesh)), params, opt_state)
+  where = jax.tree.map(lambda leaf: leaf.sharding, state_shapes(config, params, mesh))
+  opt_state = jax.jit(make_transform(config).init, out_shardings=where.opt_state)(params)
+  return TrainState(jax.device_put(jnp.zeros((), jnp.int32), where.step), params, opt_state)
 
 
 def copy_reference(config, params, mesh):
@@ -156,25 +157,26 @@ def train(config, workdir: str) -> dict[str, float]:
   limits = evaluate.limits(config)
 
   policy = policies.describe(config, mesh)
-  params = policies.load_params(policy, mesh)
-  reference = copy_reference(config, params, mesh) if config.loss.kl_coef else None
-  state = init_state(config, params, mesh)
-  del params  # The update donates the state: the name must not outlive it.
-  programs = make_programs(config, policy, state, mesh)
-  sampler = policies.make_sampler(
-    policy, state.params, mesh, r, max_prompt=r.max_prompt_tokens, max_response=r.max_response_tokens
-  )
-  analyzer = make_analyzer(config, policy, lambda: state, mesh)
-
-  folder = runfolder.open_run(workdir, config, env.describe())
-  c = config.checkpoint
+  shapes = state_shapes(config, policies.shapes(policy, mesh), mesh)
+  folder, c = Path(workdir), config.checkpoint
   checkpoints = checkpoint.open(
-    folder / 'checkpoints', keep=c.keep, every=c.every, on_full_disk=c.on_full_disk, like=state
+    folder / 'checkpoints', keep=c.keep, every=c.every, on_full_disk=c.on_full_disk, like=shapes
   )
   last = checkpoints.latest()
   if last is not None:
-    state, host = checkpoints.restore(last, state)
-    runfolder.check_same_run(host, config, env.describe())
+    # Before anything of the folder is touched: it may be another run's.
+    runfolder.check_same_run(checkpoint.read_host(folder / 'checkpoints' / str(last)), config, env.describe())
+  runfolder.open_run(folder, config, env.describe())
+  # The reference is always the policy before training, also when a run goes on.
+  params = policies.load_params(policy, mesh) if last is None or config.loss.kl_coef else None
+  reference = copy_reference(config, params, mesh) if config.loss.kl_coef else None
+  state = init_state(config, params, mesh) if last is None else checkpoints.restore(last, shapes)[0]
+  del params  # The update donates the state: the name must not outlive it.
+  programs = make_programs(config, policy, shapes, mesh)
+  sampler = policies.make_sampler(
+    policy, shapes.params, mesh, r, max_prompt=r.max_prompt_tokens, max_response=r.max_response_tokens
+  )
+  analyzer = hindsight.make_analyzer(config, policy, lambda: state, mesh)
   writer = metrics.Writer(
     folder,
     resume_step=-1 if last is None else last,
@@ -187,7 +189,13 @@ def train(config, workdir: str) -> dict[str, float]:
   )
   progress.say(runfolder.headline(config, policy, env.describe(), folder, last))
 
-  def play_panel(step: int) -> dict[str, float]:
+  evaluated = {row['step'] for row in metrics.read(writer.path) if 'eval/success_rate' in row}
+
+  def play_panel(step: int) -> None:
+    # A row of its own: a run that was stopped between an update and its evaluation makes it up when it goes on.
+    if step in evaluated or not evaluation_is_due(config, step):
+      return
+    progress.doing('evaluating')
     begin = time.monotonic()
     result = evaluate.play_panel(
       env,
@@ -201,16 +209,14 @@ def train(config, workdir: str) -> dict[str, float]:
       on_done=lambda trajectory: stop.check(),
     )
     progress.say(f'step {step}: held-out success {100 * result.success_rate:.1f}%, score {100 * result.score:.1f}')
-    return {**result.row('eval'), 'time/evaluate_s': time.monotonic() - begin}
+    writer.write(step, {**result.row('eval'), 'time/evaluate_s': time.monotonic() - begin})
 
   def save(step: int) -> None:
     writer.flush()
     checkpoints.save(step, state, runfolder.host_state(config, env.describe(), step))
 
   try:
-    if last is None and config.evaluate.before:
-      progress.doing('evaluating')
-      writer.write(0, play_panel(0))
+    play_panel(int(state.step))
     for step in range(int(state.step), config.num_steps):
       begin = time.monotonic()
       # Act: G attempts at every task under pi_old.
@@ -219,18 +225,18 @@ def train(config, workdir: str) -> dict[str, float]:
       acted = time.monotonic()
       # Look back: the analyzer turns each finished trajectory into skills (host, while the device scores below).
       progress.doing('looking back')
-      pending = analyzer.submit(trajectories) if uses_skills(config, algorithm, step) else None
+      pending = analyzer.submit(trajectories) if hindsight.uses_skills(config, algorithm, step) else None
       batch = Batch.of(trajectories)
-      logp_old, entropy = score(programs, state.params, batch.sequences, batch.width, config, mesh)
+      logp_old, entropy = passes.score(programs, state.params, batch.sequences, batch.width, config, mesh)
       logp_ref = np.zeros_like(logp_old)
       if reference is not None:
-        logp_ref, _ = score(programs, reference, batch.sequences, batch.width, config, mesh)
+        logp_ref, _ = passes.score(programs, reference, batch.sequences, batch.width, config, mesh)
       # Route: a critical step gets its own skill, any other step the episode's.
       found = pending.result() if pending else [Skills(reason='not_asked')] * len(trajectories)
-      hints = route(config, trajectories, found)
+      hints = hindsight.route(config, trajectories, found)
       contexts = skills.contexts(hints, routing=config.algorithm.routing)
       # Re-score: pi_old reads the same response with the skill.
-      logp_skill = score_contexts(programs, state.params, batch, contexts, policy, limits, config, mesh)
+      logp_skill = passes.score_contexts(programs, state.params, batch, contexts, policy, limits, config, mesh)
       stop.check()
       # Credit: outcome advantage plus what the skill would have said, token by token.
       evidence = Evidence(
@@ -246,7 +252,7 @@ def train(config, workdir: str) -> dict[str, float]:
       scored = time.monotonic()
       # Improve: clipped policy gradient, kept near the reference by a KL term.
       progress.doing('learning')
-      state, learned = improve(programs, state, batch, logp_old, logp_ref, advantage, config, mesh)
+      state, learned = passes.improve(programs, state, batch, logp_old, logp_ref, advantage, config, mesh)
       if not np.isfinite(learned['update/grad_norm']):
         good = checkpoints.latest()
         raise FloatingPointError(
@@ -262,23 +268,22 @@ def train(config, workdir: str) -> dict[str, float]:
         **learned,
         'policy/entropy': float((entropy * batch.mask).sum() / batch.mask.sum()),
         'optimizer/learning_rate': float(learning_rate(config, step)),
-        **skill_metrics(pending, hints),
+        **hindsight.skill_metrics(pending, hints),
         'time/act_s': acted - begin,
         'time/score_s': scored - acted,
         'time/learn_s': time.monotonic() - scored,
       }
       runfolder.write_samples(folder, done, trajectories, found, hints, config.log.samples)
-      if done == config.num_steps or (config.evaluate.every and done % config.evaluate.every == 0):
-        progress.doing('evaluating')
-        row |= play_panel(done)
       writer.write(done, row)
       progress.step(f'reward {row["train/reward"]:.2f}')
       if done == config.num_steps or checkpoints.is_due(done):
         save(done)
+      play_panel(done)
       stop.check()
   except Interrupted:
-    # Rollouts and scoring leave the state alone, so it is whole whenever `check` raises.
-    save(int(state.step))
+    # Rollouts and scoring leave the state alone, so it is whole whenever `check` raises, and its row is written.
+    if int(state.step):
+      save(int(state.step))
     raise
   finally:
     checkpoints.close()
@@ -312,91 +317,6 @@ def act(config, env, sampler, policy, limits, step, progress, stop) -> list[Traj
   )
 
 
-def pack(sequences, config) -> tuple[Packed, layout.Place]:
-  """Rows for device calls of the configured size."""
-  c = config.learner
-  return layout.pack(
-    sequences, row_length=c.row_length, slots=c.slots_per_row, rows_multiple=c.rows_per_call
-  )
-
-
-def score(programs: Programs, params, sequences, width, config, mesh) -> tuple[np.ndarray, np.ndarray]:
-  """Log-probabilities and entropies [M, T] float32 of the responses; every call is dispatched before one is read."""
-  packed, place = pack(sequences, config)
-  calls = [
-    programs.score(params, sharding.put_rows(call, mesh))
-    for call in layout.calls(packed, config.learner.rows_per_call)
-  ]
-  logp, entropy = (np.concatenate([np.asarray(call[i]) for call in calls]) for i in range(2))
-  return layout.unpack(logp, place, width), layout.unpack(entropy, place, width)
-
-
-def score_contexts(programs, params, batch: Batch, contexts, policy, limits, config, mesh) -> list[np.ndarray]:
-  """[N, T] log-probabilities per skill context; zero for steps without a skill there, which weigh nothing."""
-  where, sequences = [], []
-  for c, context in enumerate(contexts):
-    for n, hint in enumerate(context):
-      if hint is None:
-        continue
-      skill = rollout.clip_skill(hint.text, hint.kind, policy.tokenizer, limits)
-      prompt = rollout.tokenize(batch.prompts[n], policy.tokenizer, limits, **{f'{hint.kind}_skill': skill})
-      where.append((c, n))
-      sequences.append((prompt, batch.sequences[n][1]))
-  out = [np.zeros(batch.mask.shape, np.float32) for _ in contexts]
-  if sequences:
-    logp, _ = score(programs, params, sequences, batch.width, config, mesh)
-    for (c, n), row in zip(where, logp, strict=True):
-      out[c][n] = row
-  return out
-
-
-def improve(programs: Programs, state: TrainState, batch: Batch, logp_old, logp_ref, advantage, config, mesh):
-  """One pass over the batch in minibatches, one optimizer update each.
-
-  Returns:
-    (state with the same `step`, metrics). The metrics are read once, after the last update was dispatched.
-  """
-  c = config.learner
-  history = []
-  for _ in range(c.epochs):
-    for begin in range(0, len(batch.sequences), c.minibatch_steps):
-      part = slice(begin, begin + c.minibatch_steps)
-      packed, place = pack(batch.sequences[part], config)
-      weight = losses.token_weights(
-        batch.mask[part], aggregation=config.loss.aggregation, norm_length=config.rollout.max_response_tokens
-      )
-      targets = learner.Targets(
-        *(layout.spread(x[part], place, packed) for x in (logp_old, logp_ref, advantage)),
-        layout.spread(weight, place, packed),
-      )
-      gradient, sums = programs.zero(state.params)
-      for rows, wanted in zip(
-        layout.calls(packed, c.rows_per_call), layout.calls(targets, c.rows_per_call), strict=True
-      ):
-        gradient, sums = programs.accumulate(
-          state.params, gradient, sums, sharding.put_rows(rows, mesh), sharding.put_rows(wanted, mesh)
-        )
-      state, norm = programs.apply(state, gradient, sums)
-      history.append((sums, norm))
-  history = jax.device_get(history)
-  total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), [sums for sums, _ in history])
-  n = len(history)
-  return state, {
-    'update/loss': float(total.policy + total.kl + total.entropy) / n,
-    'update/policy_loss': float(total.policy) / n,
-    'update/kl_loss': float(total.kl) / n,
-    'update/kl': float(total.kl_total / total.tokens),
-    'update/log_ratio': float(total.log_ratio_total / total.tokens),
-    'update/clip_fraction': float(total.clipped_tokens / total.tokens),
-    'update/dual_clip_fraction': float(total.dual_clipped_tokens / total.tokens),
-    'update/first_ratio_gap': float(history[0][0].ratio_gap),
-    # The largest: a single bad update must not hide behind good ones. NaN stays NaN.
-    'update/grad_norm': float(np.max([norm for _, norm in history])),
-    'update/count': n,
-    'update/tokens': float(total.tokens) / c.epochs,
-  }
-
-
 def advantage_settings(config) -> AdvantageSettings:
   a = config.algorithm
   return AdvantageSettings(a.norm, a.stats, a.invalid_penalty, a.penalty, a.center, a.rms, a.shift_clip)
@@ -413,63 +333,12 @@ def learning_rate(config, step: int) -> float:
   )
 
 
-def uses_skills(config, algorithm, step: int) -> bool:
-  """Whether hindsight can change this step's update; nobody is asked (or paid) otherwise."""
-  a = config.algorithm
-  in_time = skills.is_on(step, start_step=a.start_step, stop_step=a.stop_step)
-  return algorithm.teacher == 'hindsight' and in_time and (a.episode_weight > 0 or a.step_weight > 0)
-
-
-def make_analyzer(config, policy, state: Callable[[], TrainState], mesh):
-  """The analyzer that the config names; None when there is none.
-
-  Args:
-    state: returns the present train state; read only by the analyzer that lets the policy write the skills.
-  """
-  c = config.analyzer
-  if c.name == 'none':
-    return None
-  module = importlib.import_module(f'opid_jax.analyzers.{c.name}')
-  if c.name != 'policy':
-    return module.make(c)
-  sampler = policies.make_sampler(
-    policy, state().params, mesh, config.rollout, max_prompt=c.max_prompt_tokens, max_response=c.max_reply_tokens
-  )
-
-  def generate(prompts: list[str]) -> list[str]:
-    return rollout.complete(
-      prompts,
-      sampler.use(state().params, c.temperature),
-      policy.tokenizer,
-      thinking=config.model.thinking,
-      seed=(config.seed, int(state().step)),
-      max_tokens=c.max_reply_tokens,
-      make_request=sampling.Request,
-    )
-
-  return module.make(c, generate=generate)
-
-
-def route(config, trajectories, found: Sequence[Skills]) -> list[tuple]:
-  """Per environment step its hints, in the order of the batch."""
-  a = config.algorithm
-  return [
-    hint
-    for trajectory, own in zip(trajectories, found, strict=True)
-    for hint in skills.route(
-      trajectory, own, routing=a.routing, episode_weight=a.episode_weight, step_weight=a.step_weight
-    )
-  ]
-
-
-def skill_metrics(pending, hints) -> dict[str, float]:
-  """How many steps were scored with which skill, and what the analyzer counted."""
-  if pending is None:
-    return {}
-  return {
-    **{f'skills/{kind}_steps': count for kind, count in skills.counts(hints).items()},
-    **{f'analyzer/{name}': count for name, count in sorted(pending.counts.items())},
-  }
+def evaluation_is_due(config, step: int) -> bool:
+  """Whether the held-out panel is played after `step` finished training steps."""
+  e = config.evaluate
+  if step in (0, config.num_steps):
+    return step > 0 or e.before
+  return e.every > 0 and step % e.every == 0
 
 
 def main(argv: Sequence[str]) -> None:

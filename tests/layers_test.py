@@ -16,8 +16,10 @@ LAYERS = (
   ('algorithms', 'optimizer', 'sharding', 'checkpoint', 'metrics', 'flags', 'samples', 'library', 'models', 'envs'),
   ('sampling', 'rollout', 'layout', 'analyzers', 'runfolder'),
   ('learner', 'batch', 'policy', 'skill1'),
+  ('passes', 'hindsight'),
   ('evaluate',),
-  ('train', 'warmstart', 'export', 'report', 'aot'),
+  ('train', 'warmstart', 'export', 'report'),
+  ('aot',),
 )
 TEXT_SIDE = ('prompts', 'skills', 'analyzers', 'library', 'envs', 'rollout', 'types', 'fields', 'settings')
 ARRAY_SIDE = ('advantages', 'losses', 'logprobs', 'attention', 'algorithms')
