@@ -56,14 +56,14 @@ def test_unshared_observations_are_not_critical():
     '1 of 2 attempts solved the task; this one did not.')
 
 
-def test_worse_choice_at_a_bad_place_is_to_be_avoided():
+def test_at_a_bad_place_the_worse_choice_is_to_be_avoided_and_none_recommended():
   best = attempt([('start', 'best'), ('fine', 'buy')], score=0.8)
   bought = attempt([('start', 'wrong'), ('dead', 'buy')], number=1, score=0.2)
   left = attempt([('start', 'wrong'), ('dead', 'leave')], number=2, score=0.0)
   # Values 1, 0.25, 0, mean 0.42. What is done at 'dead' leads to less than the mean in any case.
   assert attempt_values([best, bought, left]) == [1.0, 0.25, 0.0]
   steps = [skills.steps for skills in look_back(best, bought, left)]
-  assert steps == [{0: 'Do: best'}, {0: 'Do: best', 1: 'Do: buy'}, {0: 'Do: best', 1: 'Avoid: leave'}]
+  assert steps == [{0: 'Do: best'}, {0: 'Do: best'}, {0: 'Do: best', 1: 'Avoid: leave'}]
 
 
 def test_small_differences_are_not_critical():
@@ -72,6 +72,26 @@ def test_small_differences_are_not_critical():
   poor = attempt([('start', 'wrong'), ('dead', 'leave')], number=2, score=0.0)
   # At 'dead' the values are 0.09 / 1.1 and 0.
   assert look_back(won, fair, poor)[2].steps == {0: 'Do: good'}
+
+
+def test_attempt_that_went_well_is_not_talked_out_of_it():
+  # 'risky' won once and lost twice, 'safe' always won: only those who lost are told.
+  group = [
+    attempt([('start', 'risky')], won=True), attempt([('start', 'risky')], number=1),
+    attempt([('start', 'risky')], number=2), attempt([('start', 'safe')], number=3, won=True)]
+  assert [skills.steps[0] for skills in look_back(*group)] == ['Do: risky', 'Do: safe', 'Do: safe', 'Do: safe']
+
+
+def test_mistake_is_not_fatal_while_another_attempt_still_won_from_there():
+  # The first search led to the page from which the other attempt won; the purchase there was the mistake.
+  lost = attempt([('start', 'search[a]'), ('results', 'click[bad]'), ('bad', 'click[buy now]')], number=1)
+  assert look_back(attempt([('start', 'search[b]'), *WIN.steps[1:]], won=True), lost)[1].episode == 'Avoid: click[bad]'
+
+
+def test_failure_that_only_left_something_out_is_told_the_workflow():
+  careful = attempt([('item', 'click[red]'), ('item', 'click[buy now]')], won=True)
+  hasty = attempt([('item', 'click[buy now]')], number=1, score=0.5)
+  assert look_back(careful, hasty)[1].episode == 'Workflow: click[red], then click[buy now]'
 
 
 def test_fatal_mistake_is_the_one_nobody_recovered_from():

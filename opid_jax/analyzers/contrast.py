@@ -9,16 +9,17 @@ Value of an action at an observation: the mean over the attempts that took it th
 
 A step is critical if at least two attempts saw its observation and the values of what was done there differ
 by more than 0.1. What this attempt has already done at the same observation is not advised again (a page may
-look the same after an option was chosen). Its skill is
-- `Do: <best action>` if a distinctly worse action was taken, else `Do: <action taken>`;
-- `Avoid: <action>`, if a distinctly worse action was taken where even the best action leads to less than the
-  group's mean: the mistake was made before, and there is nothing to recommend.
-The most divergent `max_step_skills` are kept.
+look the same after an option was chosen). Its skill is `Do: <best action>` if a distinctly worse action was taken,
+else `Do: <action taken>`. An attempt that went well is not talked out of what it did: there, worse means that its
+own value is lower, too. Where even the best action leads to less than the group's mean, the mistake was made
+before and there is nothing to recommend: `Avoid: <action>` if it was distinctly worse, else no skill. The most
+divergent `max_step_skills` are kept.
 
 The episode skill of a success is `Workflow: <action>, then <action>, ...`, that of the group's best attempt.
-That of a failure is `Avoid: <action>`, its first fatal mistake: the first action that was distinctly worse
-than another at the same observation and after which no attempt did better than this one. Without such a
-mistake it is the workflow of the best attempt, if that succeeded.
+That of a failure is `Avoid: <action>`, its first fatal mistake. Until the last observation from which another
+attempt did distinctly better nothing was lost; the mistake is the last action there that none of those better
+attempts took. If all its actions there were theirs too (something was left out, not done wrongly), the skill is
+the workflow of the best attempt, if that succeeded.
 
 Deterministic; reads only what the trajectories contain. Compare the anchor states of GiGPO
 (https://arxiv.org/abs/2505.10978).
@@ -56,16 +57,20 @@ class Choice(NamedTuple):
 
 
 class Verdict(NamedTuple):
-  """A critical step: what was done, what would have been best, how far the choices lie apart."""
+  """A critical step: what was done, what would have been best, how far the choices lie apart.
+
+  `is_mistake`: what was done is distinctly worse, by the group's experience and by this attempt's own.
+  """
 
   step: int
   taken: Choice
   best: Choice
   gap: float
+  is_mistake: bool
 
-  @property
-  def is_mistake(self) -> bool:
-    return self.best.value - self.taken.value > MIN_GAP
+
+# The choices at every observation that several attempts saw, by observation and action.
+Anchors = Mapping[str, Mapping[str, Choice]]
 
 
 def make(settings: Mapping[str, Any], *, generate: Any = None) -> 'ContrastAnalyzer':
@@ -127,10 +132,10 @@ def _compare(group: Sequence[Trajectory], max_step_skills: int) -> list[Skills]:
   solved = sum(attempt.success for attempt in group)
   result = []
   for attempt, value in zip(group, values, strict=True):
-    verdicts = _verdicts(attempt, anchors)
+    verdicts = _verdicts(attempt, value, anchors)
     telling = sorted(verdicts, key=lambda verdict: (-verdict.gap, verdict.step))[:max_step_skills]
     steps = {verdict.step: text for verdict in sorted(telling) if (text := _step_skill(verdict, mean))}
-    episode = workflow if attempt.success else _fatal_mistake(verdicts, value) or workflow
+    episode = workflow if attempt.success else _fatal_mistake(attempt, value, anchors) or workflow
     if not episode and not steps:
       result.append(Skills(reason='no_contrast'))
       continue
@@ -140,7 +145,7 @@ def _compare(group: Sequence[Trajectory], max_step_skills: int) -> list[Skills]:
   return result
 
 
-def _anchors(group: Sequence[Trajectory], values: Sequence[float]) -> dict[str, dict[str, Choice]]:
+def _anchors(group: Sequence[Trajectory], values: Sequence[float]) -> Anchors:
   """The choices at every observation that at least two attempts saw."""
   visits: dict[str, dict[tuple[str, int], float]] = {}
   for number, (attempt, value) in enumerate(zip(group, values, strict=True)):
@@ -161,8 +166,8 @@ def _anchors(group: Sequence[Trajectory], values: Sequence[float]) -> dict[str, 
   return anchors
 
 
-def _verdicts(attempt: Trajectory, anchors: Mapping[str, Mapping[str, Choice]]) -> list[Verdict]:
-  """The critical steps of an attempt, in order."""
+def _verdicts(attempt: Trajectory, value: float, anchors: Anchors) -> list[Verdict]:
+  """The critical steps of an attempt of that value, in order."""
   verdicts = []
   done: dict[str, set[str]] = {}
   for at, step in enumerate(attempt.steps):
@@ -180,24 +185,29 @@ def _verdicts(attempt: Trajectory, anchors: Mapping[str, Mapping[str, Choice]]) 
     best = max(sorted(advisable), key=lambda choice: (choice.value, choice.attempts))
     gap = best.value - min(choice.value for choice in known)
     if gap > MIN_GAP:
-      verdicts.append(Verdict(at, taken, best, gap))
+      own = value * DISCOUNT ** (len(attempt.steps) - 1 - at)
+      verdicts.append(Verdict(at, taken, best, gap, best.value - max(own, taken.value) > MIN_GAP))
   return verdicts
 
 
 def _step_skill(verdict: Verdict, mean: float) -> str:
-  """`mean`: mean value of the group's attempts."""
-  if not verdict.is_mistake:
-    return f'Do: {verdict.taken.action}' if verdict.taken.action else f'Do: {verdict.best.action}'
-  if verdict.best.outcome < mean - _ROUNDING and verdict.taken.action:
-    return f'Avoid: {verdict.taken.action}'
-  return f'Do: {verdict.best.action}'
+  """The skill or ''; `mean`: mean value of the group's attempts."""
+  if verdict.best.outcome < mean - _ROUNDING:
+    return f'Avoid: {verdict.taken.action}' if verdict.is_mistake and verdict.taken.action else ''
+  is_fine = verdict.taken.action and not verdict.is_mistake
+  return f'Do: {verdict.taken.action if is_fine else verdict.best.action}'
 
 
-def _fatal_mistake(verdicts: Sequence[Verdict], value: float) -> str:
-  """`Avoid: <action>` or ''; `value`: that of the attempt the verdicts belong to."""
-  for verdict in verdicts:
-    if verdict.is_mistake and verdict.taken.action and verdict.taken.best_outcome <= value + _ROUNDING:
-      return f'Avoid: {verdict.taken.action}'
+def _fatal_mistake(attempt: Trajectory, value: float, anchors: Anchors) -> str:
+  """`Avoid: <action>` or ''; `value`: that of the attempt."""
+  def best_outcome(step: Step) -> float:
+    return max((choice.best_outcome for choice in anchors.get(step.observation, {}).values()), default=0.0)
+
+  hopeful = [step.observation for step in attempt.steps if best_outcome(step) > value + MIN_GAP]
+  for step in reversed(attempt.steps):
+    if hopeful and step.observation == hopeful[-1] and step.valid:
+      if anchors[step.observation][_action(step)].best_outcome <= value + MIN_GAP:
+        return f'Avoid: {_action(step)}'
   return ''
 
 
