@@ -65,10 +65,10 @@ def load(folder: Path, settings: Mapping[str, Any], family: str) -> Bpe:
     ValueError: a file is damaged or of a kind that is not supported.
   """
   if (folder / 'tokenizer.json').exists():
-    spec = _read(folder / 'tokenizer.json')
+    spec = read_json(folder / 'tokenizer.json')
     spec = spec | {'added_tokens': _merge_added(folder, spec.get('added_tokens') or [], settings)}
   elif (folder / 'vocab.json').exists() and (folder / 'merges.txt').exists():
-    vocab = _read(folder / 'vocab.json')
+    vocab = read_json(folder / 'vocab.json')
     added = _merge_added(folder, _listed(folder), settings) or _default_added(len(vocab), family)
     spec = _qwen_spec(vocab, _read_merges(folder / 'merges.txt'), added)
   else:
@@ -85,11 +85,19 @@ def load(folder: Path, settings: Mapping[str, Any], family: str) -> Bpe:
   return _with_tokenizers(folder, spec) if ranks is None else _with_tiktoken(ranks, spec['added_tokens'])
 
 
-def _read(path):
+def read_json(path: Path) -> dict[str, Any]:
+  """A JSON object.
+
+  Raises:
+    ValueError: it holds something else; names the file.
+  """
   try:
-    return json.loads(path.read_text(encoding='utf-8'))
+    value = json.loads(path.read_text(encoding='utf-8'))
   except (UnicodeDecodeError, json.JSONDecodeError) as error:
     raise ValueError(f'{path} is not JSON ({error}). Download it again.') from error
+  if not isinstance(value, dict):
+    raise ValueError(f'{path} holds a {type(value).__name__}, expected a JSON object.')
+  return value
 
 
 def _read_merges(path):
@@ -115,7 +123,7 @@ def _read_ranks(path):
 def _listed(folder):
   """Added tokens of the older layout, a map from text to id."""
   path = folder / 'added_tokens.json'
-  names = _read(path) if path.exists() else {}
+  names = read_json(path) if path.exists() else {}
   return [_added(number, text, re.fullmatch(r'<\|(?!fim|repo|file).*\|>', text) is not None)
           for text, number in names.items()]  # fmt: skip
 
@@ -192,9 +200,7 @@ def _ranks(spec) -> dict[bytes, int] | None:
   to_byte = _byte_characters()
   added = {token['content'] for token in spec['added_tokens']}
   try:
-    ranks = {
-      bytes(map(to_byte.__getitem__, text)): i for text, i in model['vocab'].items() if text not in added
-    }
+    ranks = {bytes(map(to_byte.__getitem__, text)): i for text, i in model['vocab'].items() if text not in added}
     unions = [ranks[bytes(to_byte[c] for part in _pair(merge) for c in part)] for merge in model['merges']]
   except KeyError:
     return None

@@ -2,7 +2,7 @@
 
 A leaf of the parameter tree stacks the layers of one kind of tensor. Loading fills one leaf at a time and
 hands it over (`place`) before it begins the next, so the host never holds more than one leaf beside what has
-been placed. Saving fetches one leaf at a time.
+been placed. Saving fetches one tensor at a time.
 """
 
 import errno
@@ -20,7 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from opid_jax.models import tensorfile
-from opid_jax.models.hfconfig import config_json, load_config, read_json
+from opid_jax.models.bpe import read_json
+from opid_jax.models.hfconfig import config_json, load_config
 from opid_jax.models.hfnames import NAMES, from_hf_name, leaves
 from opid_jax.models.qwen import QwenConfig
 
@@ -70,7 +71,7 @@ def load_params(
     for layer, name in enumerate(leaf.names):
       target = stacked[layer].T if leaf.transposed else stacked[layer]
       for first, block in tensorfile.read_blocks(tensors[name]):
-        target[first : first + len(block)] = block
+        target[first : first + len(block)] = block.astype(array.dtype, copy=False)
     node = params
     for key in leaf.path[:-1]:
       node = node.setdefault(key, {})
@@ -191,7 +192,7 @@ def save_folder(
     dtype: 'bfloat16' or 'float32', of the stored weights.
     tokenizer_folder: its tokenizer files, generation_config.json and end-of-text ids are carried over.
     max_shard_bytes: above this the weights are split, and an index is written.
-    fetch: brings one leaf to the host; leaves are fetched one at a time.
+    fetch: brings one array to the host: one layer of a stacked leaf, or a leaf that is not stacked.
 
   Raises:
     FileExistsError: the folder has something in it.
@@ -253,7 +254,7 @@ def _walk(node, path) -> Iterator[tuple[tuple[str, ...], Any]]:
 
 
 def _write_weights(folder, params, wanted, stored, max_shard_bytes, fetch):
-  """One file, or shards and their index; tensors in the order of the leaves, so that each is fetched once."""
+  """One file, or shards and their index; tensors in the order of the leaves."""
   specs = [(name, stored, leaf.file_shape) for leaf in wanted for name in leaf.names]
   shards, size, total = [[]], 0, 0
   for spec in specs:
@@ -282,10 +283,10 @@ def _tensors(params, wanted, fetch) -> Iterator[np.ndarray]:
     node = params
     for key in leaf.path:
       node = node[key]
-    array = fetch(node)
-    for layer in array if leaf.path[0] == 'layers' else (array,):
-      yield layer.T if leaf.transposed else layer
-    del array
+    # Layer by layer: an array that was fetched whole keeps its host copy (JAX caches it) as long as it lives.
+    for layer in range(leaf.shape[0]) if leaf.path[0] == 'layers' else (slice(None),):
+      array = fetch(node[layer])
+      yield array.T if leaf.transposed else array
 
 
 def _write_texts(folder, config, dtype, source):

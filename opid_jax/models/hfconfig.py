@@ -4,31 +4,15 @@ What this code cannot run is refused by the name of its field: a model that load
 costs more than an error.
 """
 
-import json
 import math
 import os
 from pathlib import Path
 from typing import Any
 
+from opid_jax.models.bpe import read_json
 from opid_jax.models.qwen import QwenConfig
 
 ARCHITECTURES = {'Qwen2ForCausalLM': 'qwen2', 'Qwen3ForCausalLM': 'qwen3'}
-
-
-def read_json(path: Path) -> dict[str, Any]:
-  """A JSON object.
-
-  Raises:
-    FileNotFoundError: no such file.
-    ValueError: it holds something else; names the file.
-  """
-  try:
-    value = json.loads(Path(path).read_text(encoding='utf-8'))
-  except (UnicodeDecodeError, json.JSONDecodeError) as error:
-    raise ValueError(f'{path} is not JSON ({error}). Download it again.') from error
-  if not isinstance(value, dict):
-    raise ValueError(f'{path} holds a {type(value).__name__}, expected a JSON object.')
-  return value
 
 
 def load_config(folder: str | os.PathLike) -> QwenConfig:

@@ -5,13 +5,12 @@ in by structure, and `<|im_end|>` in a product title is a handful of ordinary to
 """
 
 import dataclasses
-import json
 import logging
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from opid_jax.models import bpe
 
@@ -72,9 +71,9 @@ class Tokenizer:
       ValueError: a file is damaged, contradicts another, or names an unknown chat family.
     """
     folder = Path(folder)
-    settings, model, generation = (
-      _read(folder / name) for name in ('tokenizer_config.json', 'config.json', 'generation_config.json')
-    )
+    names = ('tokenizer_config.json', 'config.json', 'generation_config.json')
+    paths = [folder / name for name in names]
+    settings, model, generation = (bpe.read_json(path) if path.exists() else {} for path in paths)
     vocabulary = bpe.load(folder, settings, model.get('model_type', ''))
     end_ids = _end_ids(folder, vocabulary, settings, model, generation)
     pad = vocabulary.added.get(_text(settings.get('pad_token')), model.get('pad_token_id'))
@@ -189,15 +188,6 @@ def _check_messages(messages):
       raise ValueError(f'Message ({role!r}, {type(text).__name__}): expected a role of {_ROLES} and a text.')
   if messages[-1][0] == 'assistant':
     raise ValueError('The last message is the assistant: there is nothing to answer.')
-
-
-def _read(path: Path) -> dict[str, Any]:
-  if not path.exists():
-    return {}
-  try:
-    return json.loads(path.read_text(encoding='utf-8'))
-  except (UnicodeDecodeError, json.JSONDecodeError) as error:
-    raise ValueError(f'{path} is not JSON ({error}). Download it again.') from error
 
 
 def _text(token) -> str | None:
