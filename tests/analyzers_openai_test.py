@@ -3,6 +3,7 @@ import json
 import re
 import socket
 import sys
+import threading
 import time
 
 import fake_endpoint as fake
@@ -66,14 +67,20 @@ def test_good_replies_come_back_in_order_with_exact_counts():
 
 
 def test_work_starts_at_once_and_beside_the_caller():
-  with fake.FakeEndpoint(lambda prompt, nth: fake.answer(fake.SKILLS, delay_s=0.3)) as endpoint:
+  arrived, gate = threading.Semaphore(0), threading.Event()
+
+  def script(prompt, nth):
+    arrived.release()
+    gate.wait(fake.MAX_HANG_S)
+    return fake.answer(fake.SKILLS)
+
+  with fake.FakeEndpoint(script) as endpoint:
     analyzer = analyzer_module.make({'model': 'm', 'base_url': endpoint.url})
-    start = time.monotonic()
     pending = analyzer.submit(attempts(8))
-    assert time.monotonic() - start < 0.2
-    time.sleep(0.4)
-    assert len(endpoint.requests) == 8
-    assert pending.result() == [SKILLS] * 8 and time.monotonic() - start < 3
+    # All eight are under way although nobody has asked for the result, and none is answered.
+    assert all(arrived.acquire(timeout=fake.MAX_HANG_S / 2) for _ in range(8))
+    gate.set()
+    assert pending.result() == [SKILLS] * 8
     analyzer.close()
 
 
@@ -124,7 +131,7 @@ def test_retry_after_is_waited_for():
   skills, counts, requests = run(script)
   assert skills == [SKILLS]
   assert counts == {'trajectories': 1, 'succeeded': 1, 'requests': 2, 'retries': 1, 'tokens_in': 10, 'tokens_out': 5}
-  assert 1.0 <= requests[1].at - requests[0].at < 3
+  assert 1.0 <= requests[1].at - requests[0].at < fake.MAX_HANG_S
 
 
 def test_retry_after_pauses_every_request():
@@ -141,9 +148,9 @@ def test_retry_after_pauses_every_request():
 
 def test_retry_after_beyond_the_time_of_the_step_is_not_waited_for():
   start = time.monotonic()
-  skills, counts, _ = run(lambda prompt, nth: fake.status(429, retry_after='600'), 3, step_timeout_s=2.0)
+  skills, counts, _ = run(lambda prompt, nth: fake.status(429, retry_after='600'), 3, step_timeout_s=60.0)
   assert skills == [Skills(reason='rate_limited')] * 3 and counts['rate_limited'] == 3
-  assert time.monotonic() - start < 2
+  assert time.monotonic() - start < fake.MAX_HANG_S
 
 
 def test_retry_after_may_be_a_date_or_nonsense():
@@ -184,7 +191,7 @@ def test_silent_endpoint_costs_one_time_limit_per_request():
   skills, counts, _ = run(lambda prompt, nth: fake.hang(), 2, timeout_s=0.2, max_attempts=2)
   assert skills == [Skills(reason='timeout')] * 2
   assert counts == {'trajectories': 2, 'failed': 2, 'timeout': 2, 'requests': 4, 'retries': 2}
-  assert time.monotonic() - start < 3
+  assert time.monotonic() - start < fake.MAX_HANG_S / 2
 
 
 def test_all_requests_hanging_end_with_the_time_of_the_step():
@@ -192,12 +199,12 @@ def test_all_requests_hanging_end_with_the_time_of_the_step():
   skills, counts, _ = run(lambda prompt, nth: fake.hang(), 20, concurrency=4, step_timeout_s=0.5)
   assert skills == [Skills(reason='timeout')] * 20
   assert counts == {'trajectories': 20, 'failed': 20, 'timeout': 20, 'requests': 4}
-  assert time.monotonic() - start < 3
+  assert time.monotonic() - start < fake.MAX_HANG_S / 2
 
 
 def test_finished_answers_survive_the_end_of_the_step():
   skills, counts, _ = run(
-    lambda prompt, nth: fake.hang() if 'task 1;' in prompt else fake.answer(fake.SKILLS), 3, step_timeout_s=0.5)
+    lambda prompt, nth: fake.hang() if 'task 1;' in prompt else fake.answer(fake.SKILLS), 3, step_timeout_s=2.0)
   assert skills == [SKILLS, Skills(reason='timeout'), SKILLS] and counts['succeeded'] == 2
 
 
@@ -226,7 +233,7 @@ def test_refused_key_or_model_stops_the_run_at_once(code, error_code):
 
   with pytest.raises(RuntimeError, match=f"refuses model 'fake' .HTTP {code}: .*no such thing.*TEST_KEY"):
     run(script, 4)
-  assert time.monotonic() - start < 5
+  assert time.monotonic() - start < fake.MAX_HANG_S
 
 
 def test_other_client_errors_are_final_for_the_trajectory():
@@ -251,22 +258,22 @@ def test_mixed_trouble_is_counted_exactly():
   replies = [
     lambda nth: fake.answer(fake.SKILLS, delay_s=0.1),
     lambda nth: fake.answer(fake.SKILLS) if nth else fake.status(429, retry_after='0.2'),
-    lambda nth: fake.answer(fake.SKILLS) if nth == 2 else fake.status(500),
+    lambda nth: fake.answer(fake.SKILLS) if nth else fake.status(500),
     lambda nth: fake.garbage(),
     lambda nth: fake.hang(),
     lambda nth: fake.answer('I cannot do that.'),
     lambda nth: fake.answer('{"step_skills": {"0": "a", "9": "b"}}'),
     lambda nth: fake.answer(None),
   ]
-  skills, counts, requests = run(lambda prompt, nth: replies[number_of(prompt)](nth), 8, timeout_s=1.0)
+  skills, counts, requests = run(lambda prompt, nth: replies[number_of(prompt)](nth), 8, timeout_s=2.0, max_attempts=2)
   assert [one.reason for one in skills] == [
     '', '', '', 'invalid_response', 'timeout', 'no_json', '', 'empty']
   assert counts == {
     'trajectories': 8, 'succeeded': 4, 'partial': 1, 'failed': 4, 'dropped_steps': 1, 'invalid_response': 1,
     'timeout': 1, 'no_json': 1, 'empty': 1,
-    # 1 + 2 + 3 for the good ones, 3 garbage, 3 hanging, 2 without JSON, 1 partial, 1 empty; completions cost 15.
-    'requests': 16, 'retries': 8, 'tokens_in': 70, 'tokens_out': 35}
-  assert len(requests) == 16
+    # 1 + 2 + 2 for the good ones, 2 garbage, 2 hanging, 2 without JSON, 1 partial, 1 empty; 7 completions.
+    'requests': 13, 'retries': 5, 'tokens_in': 70, 'tokens_out': 35}
+  assert len(requests) == 13
 
 
 def test_too_many_failures_stop_the_run_with_the_servers_words():

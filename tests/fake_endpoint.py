@@ -148,8 +148,9 @@ class FakeEndpoint:
       self.requests.append(request)
       self._open += 1
       self.most_at_once = max(self.most_at_once, self._open)
+      nth = self._seen[prompt]
       self._seen[prompt] += 1
-      return self._script(prompt, self._seen[prompt] - 1)
+    return self._script(prompt, nth)
 
 
 class _Server(ThreadingHTTPServer):

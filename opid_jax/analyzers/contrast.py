@@ -25,6 +25,7 @@ Deterministic; reads only what the trajectories contain. Compare the anchor stat
 (https://arxiv.org/abs/2505.10978).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -124,7 +125,7 @@ def _compare(group: Sequence[Trajectory], max_step_skills: int) -> list[Skills]:
   values = attempt_values(group)
   if values is None:
     return [Skills(reason='no_contrast')] * len(group)
-  mean = sum(values) / len(values)
+  mean = math.fsum(values) / len(values)
   anchors = _anchors(group, values)
   # The best attempt: solved, of high value, short, early.
   first = max(range(len(group)), key=lambda n: (group[n].success, values[n], -len(group[n].steps), -n))
@@ -160,8 +161,9 @@ def _anchors(group: Sequence[Trajectory], values: Sequence[float]) -> Anchors:
     for action in dict.fromkeys(action for action, _ in taken):
       numbers = [number for other, number in taken if other == action]
       outcomes = [values[number] for number in numbers]
-      value = sum(taken[action, number] for number in numbers) / len(numbers)
-      choices[action] = Choice(action, value, sum(outcomes) / len(numbers), max(outcomes), len(numbers))
+      # Exact sums, so that the order of attempts decides nothing.
+      mean = math.fsum(taken[action, number] for number in numbers) / len(numbers)
+      choices[action] = Choice(action, mean, math.fsum(outcomes) / len(numbers), max(outcomes), len(numbers))
     anchors[observation] = choices
   return anchors
 
@@ -181,7 +183,7 @@ def _verdicts(attempt: Trajectory, value: float, anchors: Anchors) -> list[Verdi
     advisable = [choice for choice in known if choice.action]
     if not advisable:
       continue
-    # Equal values: what more attempts did, then the alphabet, so that the order of attempts decides nothing.
+    # Of equal values the one that more attempts chose, then the first in the alphabet.
     best = max(sorted(advisable), key=lambda choice: (choice.value, choice.attempts))
     gap = best.value - min(choice.value for choice in known)
     if gap > MIN_GAP:
@@ -205,9 +207,10 @@ def _fatal_mistake(attempt: Trajectory, value: float, anchors: Anchors) -> str:
 
   hopeful = [step.observation for step in attempt.steps if best_outcome(step) > value + MIN_GAP]
   for step in reversed(attempt.steps):
-    if hopeful and step.observation == hopeful[-1] and step.valid:
-      if anchors[step.observation][_action(step)].best_outcome <= value + MIN_GAP:
-        return f'Avoid: {_action(step)}'
+    action = _action(step)
+    if hopeful and action and step.observation == hopeful[-1]:
+      if anchors[step.observation][action].best_outcome <= value + MIN_GAP:
+        return f'Avoid: {action}'
   return ''
 
 
