@@ -33,11 +33,13 @@ def from_hidden(hidden, target, head, *, temperature=1.0, chunk=0):
   @jax.checkpoint
   def score(pair):
     h, t = pair
-    logits = head(h) / temperature
+    logits = head(h)
+    # Centred before anything else: differences of large logits would lose the digits of a small entropy.
+    logits = (logits - jax.lax.stop_gradient(jnp.max(logits, axis=-1, keepdims=True))) / temperature
     # A masked sum instead of a gather: it partitions along a sharded vocabulary and fuses.
     ids = jax.lax.broadcasted_iota(jnp.int32, logits.shape, 2)
     chosen = jnp.sum(jnp.where(ids == t[..., None], logits, 0.0), axis=-1)
-    logz = jax.nn.logsumexp(logits, axis=-1)
+    logz = jnp.log(jnp.sum(jnp.exp(logits), axis=-1))  # At least 0: the largest logit is 0.
     entropy = logz - jnp.sum(jnp.exp(logits - logz[..., None]) * logits, axis=-1)
     return chosen - logz, entropy
 
