@@ -134,7 +134,6 @@ class OpenAIAnalyzer:
     # Pauses are the same in every run of the same configuration, yet differ between trajectories.
     jitter = random.Random(f'{trajectory.group}/{trajectory.attempt}')
     limit, asked, seen, dropped = s.max_reply_tokens, text, set(), 0
-    trouble = Trouble('timeout', 'no time left before the first request')
     for attempt in range(s.max_attempts):
       outcome = await self._ask(asked, limit, usage, deadline)
       if isinstance(outcome, str):
