@@ -132,6 +132,16 @@ def toy(tmp_path):
   return Tokenizer.load(tmp_path)
 
 
+def test_vocabulary_of_another_size_gets_no_added_tokens_by_itself(tmp_path):
+  (tmp_path / 'vocab.json').write_text('{"a": 0, "b": 1, "ab": 2}')
+  (tmp_path / 'merges.txt').write_text('a b\n')
+  ours = Tokenizer.load(tmp_path)
+  assert (ours.size, ours.encode('aba'), ours.end_ids) == (3, [2, 0], ())
+  (tmp_path / 'added_tokens.json').write_text('{"<|im_end|>": 3, "<think>": 4}')
+  ours = Tokenizer.load(tmp_path)
+  assert (ours.size, ours.end_ids, ours.vocabulary.control) == (5, (3,), {3})
+
+
 def test_another_bpe_goes_through_tokenizers(toy):
   assert (toy.size, toy.family, toy.end_ids) == (23, 'plain', (2,))
   assert toy.encode('ab ba') == [5, 6, 4, 3] and toy.decode([5, 6, 4, 3]) == 'ab ba'

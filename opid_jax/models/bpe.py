@@ -19,6 +19,7 @@ QWEN_PATTERN = (
   r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}"
   r'| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+'
 )
+_QWEN_SIZE = 151643  # Tokens without the added ones, in every Qwen2, Qwen2.5 and Qwen3.
 # tiktoken's regular expression dies of a white-space run of about 984,000 characters; longer ones are cut.
 _LONGEST_SPACE = 500_000
 _CONTROL = (
@@ -124,8 +125,8 @@ def _listed(folder):
   """Added tokens of the older layout, a map from text to id."""
   path = folder / 'added_tokens.json'
   names = read_json(path) if path.exists() else {}
-  return [_added(number, text, re.fullmatch(r'<\|(?!fim|repo|file).*\|>', text) is not None)
-          for text, number in names.items()]  # fmt: skip
+  control = re.compile(r'<\|(?!fim|repo|file).*\|>')
+  return [_added(number, text, control.fullmatch(text) is not None) for text, number in names.items()]
 
 
 def _added(number, text, special):
@@ -134,7 +135,9 @@ def _added(number, text, special):
 
 
 def _default_added(start, family):
-  """The added tokens of Qwen2.5 and Qwen3, which stand right behind the vocabulary."""
+  """The added tokens of Qwen2.5 and Qwen3, right behind their vocabulary; none for any other."""
+  if start != _QWEN_SIZE:
+    return []
   texts = [f'<|{name}|>' for name in _CONTROL] + list(_MARKUP)
   texts += _QWEN3_MARKUP if family == 'qwen3' else ()
   return [_added(start + i, text, i < len(_CONTROL)) for i, text in enumerate(texts)]
