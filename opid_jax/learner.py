@@ -46,7 +46,7 @@ class LossSettings(NamedTuple):
 
 
 class Sums(NamedTuple):
-  """Sums over the scored tokens of one or more calls, with their denominator; float32 scalars.
+  """Sums over the trained tokens (scored, and with a weight) of calls, with their denominator; float32 scalars.
 
   `policy`, `kl`, `entropy` are weighted as in the loss, so they add up to it; the `*_tokens` are counts.
   """
@@ -93,7 +93,8 @@ def loss(params, packed: Packed, targets: Targets, *, config, options, settings:
   logp, entropy = score(
     params, packed, config=config, options=options, temperature=settings.temperature, head_chunk=settings.head_chunk
   )
-  used = packed.is_scored > 0
+  # A token without weight is masked out: it counts in no sum and cannot keep an empty update from being skipped.
+  used = (packed.is_scored > 0) & (targets.weight > 0)
   # Unused slots get ratio 1 and KL 0 before any exponential, so that neither value nor gradient can be NaN there.
   logp = jnp.where(used, logp, 0.0)
   logp_old = jnp.where(used, targets.logp_old, 0.0)
@@ -125,8 +126,8 @@ def loss(params, packed: Packed, targets: Targets, *, config, options, settings:
     log_ratio_total=jnp.sum(log_ratio),
     clipped_tokens=count(info.is_clipped),
     dual_clipped_tokens=count(info.is_dual_clipped),
-    tokens=jnp.sum(packed.is_scored),
-    ratio_gap=jnp.max(jnp.where(used, jnp.abs(jnp.expm1(log_ratio)), 0.0)),
+    tokens=jnp.sum(used.astype(jnp.float32)),
+    ratio_gap=jnp.max(jnp.where(used, jnp.abs(info.ratio - 1), 0.0)),
   )
   return policy + kl_term + entropy_term, jax.lax.stop_gradient(sums)
 
@@ -138,7 +139,7 @@ def accumulate(params, gradient, sums: Sums, packed: Packed, targets: Targets, *
 
 
 def apply(state: TrainState, gradient, sums: Sums, *, transform, learning_rate: Callable):
-  """One optimizer update; skipped, moments included, when no token was scored or the gradient is not finite.
+  """One optimizer update; skipped, moments included, when no token was trained on or the gradient is not finite.
 
   Args:
     learning_rate: function of the training step (not of the number of updates), as the reference does it.
