@@ -14,7 +14,6 @@ CORE = [
   'chex>=0.1.92,<0.2',
   'flax>=0.12.8,<0.13',
   'jax>=0.10.2,<0.13',
-  'json-repair>=0.64,<1',
   'matplotlib>=3.11,<4',
   'ml-collections>=1.1,<2',
   'ml_dtypes>=0.6,<1',

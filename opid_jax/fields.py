@@ -71,7 +71,7 @@ FIELDS = {
   'model.path': Field(''),  # Hugging Face folder; '' = the embedded tiny policy
   'model.dtype': _choice('float32', 'bfloat16'),  # of the computation; master weights are always float32
   'model.reference_dtype': _choice('float32', 'bfloat16'),  # of the frozen reference policy's weights
-  'model.remat': _choice('none', 'layer'),  # 'layer': recompute activations layer by layer
+  'model.remat': _choice('none', 'layer', 'dots', 'attention'),  # what the backward pass keeps, qwen.REMAT
   'model.thinking': Field(False),  # Qwen3 chat template only
   'model.attention_block': _size(0),  # query columns per block; 0 = whole row
 
@@ -104,7 +104,7 @@ FIELDS = {
   'analyzer.max_attempts': _count(3),
   'analyzer.max_reply_tokens': _count(4096),
   'analyzer.token_budget': _size(0),  # tokens per run, in and out; 0 = no limit
-  'analyzer.max_prompt_chars': _count(60000),
+  'analyzer.max_prompt_chars': Field(60000, low=6000),  # below that, task, outcome and last steps would not fit
   'analyzer.max_prompt_tokens': _count(8192),  # analyzer 'policy' only: longest prompt it can read
   'analyzer.temperature': _amount(0.4),
 

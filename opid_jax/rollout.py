@@ -106,7 +106,7 @@ def complete(
     sampler.submit(make_request(id=index, prompt=prompt, seed=(*seed, index), max_tokens=max_tokens))
   replies = {}
   while len(replies) < len(texts):
-    replies.update((response.id, tokenizer.decode(response.tokens.tolist())) for response in sampler.poll())
+    replies.update((response.id, tokenizer.decode(response.tokens.tolist(), skip_special=True)) for response in sampler.poll())
   return [replies[index] for index in range(len(texts))]
 
 
@@ -174,7 +174,7 @@ def play(
 def _advance(env: TextEnv, episode: _Episode, response, tokenizer) -> None:
   """Acts in the environment with a response and records the step."""
   prompt, prompt_tokens, is_shortened = episode.asked
-  text = tokenizer.decode(response.tokens.tolist())
+  text = tokenizer.decode(response.tokens.tolist(), skip_special=True)
   before, episode.state = episode.state, env.step(episode.state, text)
   episode.used_tokens += len(response.tokens)
   episode.steps.append(

@@ -30,17 +30,17 @@ from opid_jax.types import Packed
 
 OPTIONS = {
   'out': flags.Option('runs/policy', 'folder to write'),
-  'episodes': flags.Option(8000, 'scripted episodes, all on training goals'),
-  'updates': flags.Option(2000, 'optimizer updates'),
-  'learning_rate': flags.Option(2e-3, 'peak; warm-up over 5 %, then cosine to 0'),
-  'care_low': flags.Option(0.1, 'least care of a scripted actor, in [0, 1]'),
-  'care_high': flags.Option(0.6, 'most care of a scripted actor, in [0, 1]'),
+  'episodes': flags.Option(16000, 'scripted episodes, all on training goals'),
+  'updates': flags.Option(3500, 'optimizer updates'),
+  'learning_rate': flags.Option(4e-3, 'peak; warm-up over 5 %, then cosine to 0'),
+  'care_low': flags.Option(0.15, 'least care of a scripted actor, in [0, 1]'),
+  'care_high': flags.Option(0.65, 'most care of a scripted actor, in [0, 1]'),
   'advised': flags.Option(0.4, 'share of the turns with advice in the prompt'),
   'prompt_weight': flags.Option(0.1, 'loss weight of prompt tokens beside 1 for response tokens'),
   'rows': flags.Option(8, 'packed rows per update'),
 }
 
-# Qwen3's shape at 1.3 million parameters; the vocabulary size is the tokenizer's.
+# Qwen3's shape at a million parameters; the vocabulary size is the tokenizer's.
 MODEL = qwen.QwenConfig(
   family='qwen3',
   vocab_size=2048,
@@ -49,7 +49,7 @@ MODEL = qwen.QwenConfig(
   num_heads=4,
   num_kv_heads=2,
   head_dim=32,
-  mlp_width=512,
+  mlp_width=384,
   rope_theta=10000.0,
   tied=True,
   max_positions=1024,

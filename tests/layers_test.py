@@ -29,7 +29,7 @@ CONFIG = ('ml_collections', f'{PACKAGE}.fields', f'{PACKAGE}.settings', f'{PACKA
 # Imported where they are used: they are slow to load, or not needed by everybody.
 LAZY = (
   'torch', 'openai', 'transformers', 'matplotlib', 'orbax', 'tensorboardX', 'wandb', 'tqdm', 'tokenizers',
-  'tiktoken', 'bm25s', 'json_repair', 'alfworld', 'textworld',
+  'tiktoken', 'bm25s', 'alfworld', 'textworld',
 )  # fmt: skip
 
 
