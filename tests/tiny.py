@@ -45,8 +45,8 @@ class Characters:
   def encode(self, text):
     return [5 + byte for byte in text.encode('latin-1', 'replace')]
 
-  def decode(self, ids):
-    return bytes(i - 5 for i in ids if i >= 5).decode('latin-1')
+  def decode(self, ids, *, skip_special=False):
+    return ''.join(chr(i - 5) if i >= 5 else '' if skip_special else f'<{i}>' for i in ids)
 
   def chat(self, messages, *, thinking=None):
     """<1>text<2> per message, then the generation header <4>."""
