@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import os
 import platform
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -35,15 +36,31 @@ def versions() -> dict[str, str]:
   return found
 
 
-def open_run(workdir: str | os.PathLike, config, data: Mapping[str, Any]) -> Path:
-  """Creates the folder and writes `config.json`: every field, the data's description and all versions."""
+def make(workdir: str | os.PathLike) -> Path:
+  """The run folder, created if needed.
+
+  Raises:
+    OSError: if it cannot be created or written; says which path and what to do.
+  """
   folder = Path(workdir)
-  folder.mkdir(parents=True, exist_ok=True)
+  try:
+    folder.mkdir(parents=True, exist_ok=True)
+    # Found out now, and not after the first training step.
+    with tempfile.TemporaryFile(dir=folder):
+      pass
+  except OSError as error:
+    raise OSError(
+      error.errno, f'{error.strerror}; the run cannot write there, name another --workdir', str(folder)
+    ) from error
+  return folder
+
+
+def write_config(folder: Path, config, data: Mapping[str, Any]) -> None:
+  """`config.json`: every field, the data's description and all versions."""
   record = {'config': settings.flatten(config), 'data': dict(data), 'versions': versions()}
   draft = folder / 'config.json.tmp'
   draft.write_text(json.dumps(record, indent=2, ensure_ascii=False) + '\n', encoding='utf-8')
   os.replace(draft, folder / 'config.json')
-  return folder
 
 
 def host_state(config, data: Mapping[str, Any], step: int) -> dict[str, Any]:

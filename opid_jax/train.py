@@ -143,13 +143,15 @@ def train(config, workdir: str) -> dict[str, float]:
 
   Raises:
     ValueError: if the config contradicts itself or the devices.
+    OSError: when the run folder cannot be written, or the disk is full.
     FloatingPointError: when a gradient is not finite, with the step and the last good checkpoint.
-    RuntimeError: when the analyzer fails for more than the configured share of trajectories.
+    RuntimeError: when the analyzer fails for more than the configured share of trajectories; the finished steps
+      are saved.
     Interrupted: after SIGTERM, once the last finished step is saved.
   """
-  stop = StopSignal()
   mesh = sharding.make_mesh(jax.devices(), **config.mesh)
   settings.validate(config, num_devices=mesh.size)
+  folder = runfolder.make(workdir)
   algorithm = ALGORITHMS[config.algorithm.name]
   r = config.rollout
   env = envs.make(config.env, seed=config.seed)
@@ -158,7 +160,7 @@ def train(config, workdir: str) -> dict[str, float]:
 
   policy = policies.describe(config, mesh)
   shapes = state_shapes(config, policies.shapes(policy, mesh), mesh)
-  folder, c = Path(workdir), config.checkpoint
+  c = config.checkpoint
   checkpoints = checkpoint.open(
     folder / 'checkpoints', keep=c.keep, every=c.every, on_full_disk=c.on_full_disk, like=shapes
   )
@@ -166,7 +168,7 @@ def train(config, workdir: str) -> dict[str, float]:
   if last is not None:
     # Before anything of the folder is touched: it may be another run's.
     runfolder.check_same_run(checkpoint.read_host(folder / 'checkpoints' / str(last)), config, env.describe())
-  runfolder.open_run(folder, config, env.describe())
+  runfolder.write_config(folder, config, env.describe())
   # The reference is always the policy before training, also when a run goes on.
   params = policies.load_params(policy, mesh) if last is None or config.loss.kl_coef else None
   reference = copy_reference(config, params, mesh) if config.loss.kl_coef else None
@@ -215,6 +217,12 @@ def train(config, workdir: str) -> dict[str, float]:
     writer.flush()
     checkpoints.save(step, state, runfolder.host_state(config, env.describe(), step))
 
+  def save_finished() -> None:
+    # Acting, scoring and waiting leave the state alone, so it is whole there, and its row is written.
+    if int(state.step):
+      save(int(state.step))
+
+  stop = StopSignal()
   try:
     play_panel(int(state.step))
     for step in range(int(state.step), config.num_steps):
@@ -232,7 +240,13 @@ def train(config, workdir: str) -> dict[str, float]:
       if reference is not None:
         logp_ref, _ = passes.score(programs, reference, batch.sequences, batch.width, config, mesh)
       # Route: a critical step gets its own skill, any other step the episode's.
-      found = pending.result() if pending else [Skills(reason='not_asked')] * len(trajectories)
+      try:
+        with stop.at_once():
+          found = pending.result() if pending else [Skills(reason='not_asked')] * len(trajectories)
+      except RuntimeError:
+        # The analyzer gave up. Its trouble must not cost the steps since the last checkpoint.
+        save_finished()
+        raise
       hints = hindsight.route(config, trajectories, found)
       contexts = skills.contexts(hints, routing=config.algorithm.routing)
       # Re-score: pi_old reads the same response with the skill.
@@ -281,14 +295,13 @@ def train(config, workdir: str) -> dict[str, float]:
       play_panel(done)
       stop.check()
   except Interrupted:
-    # Rollouts and scoring leave the state alone, so it is whole whenever `check` raises, and its row is written.
-    if int(state.step):
-      save(int(state.step))
+    save_finished()
     raise
   finally:
-    checkpoints.close()
-    writer.close()
+    stop.restore()
     progress.close()
+    writer.close()
+    checkpoints.close()  # Last: it waits for the disk, and may find it full.
   return runfolder.finish(folder, config)
 
 
@@ -349,6 +362,8 @@ def main(argv: Sequence[str]) -> None:
     train(config, workdir)
   except Interrupted as reason:
     sys.exit(f'{reason}: saved; the same command continues the run in {Path(workdir)}.')
+  except (OSError, FloatingPointError) as error:
+    sys.exit(f'train: {error}')
 
 
 if __name__ == '__main__':
