@@ -130,6 +130,7 @@ FIELDS = {
   'loss.kl_coef': _amount(0.01),
   'loss.kl': _choice('k3', 'k1', 'abs', 'k2'),
   'loss.entropy_coef': _amount(0.001),
+  'loss.skip_zero_advantage': Field(False),  # leave steps without any advantage (tied groups) out, KL included
   'loss.aggregation': _choice(
     'token-mean', 'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm'
   ),

@@ -65,14 +65,17 @@ def improve(programs: Programs, state: TrainState, batch: Batch, logp_old, logp_
   Returns:
     (state with the same `step`, metrics). The metrics are read once, after the last update was dispatched.
   """
-  c = config.learner
+  c, mask = config.learner, batch.mask
+  if config.loss.skip_zero_advantage:
+    # Nothing to learn there but the KL term; the tokens leave the denominator, too.
+    mask = mask * (np.abs(advantage).max(axis=1, keepdims=True) > 0)
   history = []
   for _ in range(c.epochs):
     for begin in range(0, len(batch.sequences), c.minibatch_steps):
       part = slice(begin, begin + c.minibatch_steps)
       packed, place = pack(batch.sequences[part], config)
       weight = losses.token_weights(
-        batch.mask[part], aggregation=config.loss.aggregation, norm_length=config.rollout.max_response_tokens
+        mask[part], aggregation=config.loss.aggregation, norm_length=config.rollout.max_response_tokens
       )
       targets = learner.Targets(
         *(layout.spread(x[part], place, packed) for x in (logp_old, logp_ref, advantage)),
@@ -89,15 +92,15 @@ def improve(programs: Programs, state: TrainState, batch: Batch, logp_old, logp_
       history.append((sums, norm))
   history = jax.device_get(history)
   total = functools.reduce(lambda a, b: jax.tree.map(np.add, a, b), [sums for sums, _ in history])
-  n = len(history)
+  n, tokens = len(history), max(float(total.tokens), 1.0)
   return state, {
     'update/loss': float(total.policy + total.kl + total.entropy) / n,
     'update/policy_loss': float(total.policy) / n,
     'update/kl_loss': float(total.kl) / n,
-    'update/kl': float(total.kl_total / total.tokens),
-    'update/log_ratio': float(total.log_ratio_total / total.tokens),
-    'update/clip_fraction': float(total.clipped_tokens / total.tokens),
-    'update/dual_clip_fraction': float(total.dual_clipped_tokens / total.tokens),
+    'update/kl': float(total.kl_total / tokens),
+    'update/log_ratio': float(total.log_ratio_total / tokens),
+    'update/clip_fraction': float(total.clipped_tokens / tokens),
+    'update/dual_clip_fraction': float(total.dual_clipped_tokens / tokens),
     'update/first_ratio_gap': float(history[0][0].ratio_gap),
     # The largest: a single bad update must not hide behind good ones. NaN stays NaN.
     'update/grad_norm': float(np.max([norm for _, norm in history])),
