@@ -35,7 +35,10 @@ def make_analyzer(config, policy, state: Callable[[], TrainState], mesh):
       make_request=sampling.Request,
     )
 
-  return module.make(c, generate=generate)
+  def count(prompt: str) -> int:
+    return len(policy.tokenizer.chat([('user', prompt)], thinking=config.model.thinking))
+
+  return module.make(c, generate=generate, count=count)
 
 
 def uses_skills(config, algorithm, step: int) -> bool:

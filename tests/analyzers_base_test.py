@@ -87,6 +87,28 @@ def test_policy_that_cannot_write_json_stops_the_run():
     policy.make({}, generate=lambda texts: ['hm'] * len(texts)).submit([attempt([('p', 'a')])] * 8).result()
 
 
+def test_policy_reads_prompts_shortened_to_its_tokens():
+  seen = []
+
+  def generate(texts):
+    seen.extend(texts)
+    return [GOOD] * len(texts)
+
+  steps = [(f'page {n} ' + 'words ' * 400, 'click') for n in range(9)]
+  limits = {'max_prompt_tokens': 3000}
+  analyzer = policy.make(limits, generate=generate, count=lambda text: len(text) // 3)
+  assert analyzer.submit([attempt(steps, task='buy tea')]).result()[0].usable
+  assert 6000 < len(seen[0]) <= 9002 and '[[[buy tea]]]' in seen[0] and 'page 8' in seen[0]
+
+
+def test_policy_that_cannot_read_the_shortest_prompt_is_counted_and_the_others_are_asked():
+  analyzer = policy.make(
+    {'max_prompt_tokens': 50}, generate=lambda texts: [GOOD] * len(texts), count=lambda text: 99 * ('buy tea' in text))
+  pending = analyzer.submit([attempt([('p', 'a')], task='buy tea'), attempt([('p', 'a')], task='buy jam')])
+  assert [skills.reason for skills in pending.result()] == ['too_long', '']
+  assert pending.counts['requests'] == 1 and pending.counts['failed'] == 1
+
+
 def test_nothing_to_analyse_is_no_error():
   assert contrast.make({}).submit([]).result() == []
   assert policy.make({}, generate=lambda texts: []).submit([]).result() == []
