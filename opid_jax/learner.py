@@ -79,7 +79,7 @@ def score(params, packed: Packed, *, config, options, temperature, head_chunk):
   hidden = qwen.hidden(params, config, options, packed.tokens, packed.positions, packed.visible_to)
   hidden = jnp.take_along_axis(hidden, packed.score_at[..., None], axis=1)
   return logprobs.from_hidden(
-    hidden, packed.target, lambda h: qwen.head(params, config, h), temperature=temperature, chunk=head_chunk
+    hidden, packed.target, lambda h: qwen.head(params, config, h, options), temperature=temperature, chunk=head_chunk
   )
 
 

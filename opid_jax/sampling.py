@@ -143,7 +143,7 @@ def decode(params, slots: Slots, temperature, *, config, options, end_ids, num_t
   def one(carry):
     step, slots = carry
     hidden, cache = qwen.decode(params, config, options, slots.token, slots.position, slots.cache)
-    logits = qwen.head(params, config, hidden)
+    logits = qwen.head(params, config, hidden, options)
     token, logp = choose(logits, slots.key, slots.count, temperature, top_k=top_k, top_p=top_p)
     row = jnp.arange(token.shape[0])
     # An idle slot writes nowhere: its column is past the end and dropped.

@@ -105,6 +105,24 @@ def constrain(mesh: Mesh):
   return pin
 
 
+def constrain_head(mesh: Mesh):
+  """Splits the product of hidden states [B, .., D] and head weight [V, D] over the vocabulary.
+
+  Every chip sees the rows of its `data` slice and V / (fsdp * tensor) tokens of the vocabulary. Left to itself the
+  compiler gathers the whole weight, and sums its whole gradient over the chips, once per block of scored tokens; the
+  hidden states of those tokens are much smaller. A vocabulary that does not divide is left to the compiler.
+  """
+  vocabulary = ('tensor', 'fsdp')
+
+  def pin(x, weight):
+    if weight.shape[0] % (mesh.shape['tensor'] * mesh.shape['fsdp']) or x.shape[0] % mesh.shape['data']:
+      return x, weight
+    x = jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P('data')))
+    return x, jax.lax.with_sharding_constraint(weight, NamedSharding(mesh, P(vocabulary)))
+
+  return pin
+
+
 def put_rows(tree, mesh: Mesh):
   """Host rows -> global arrays. On several processes each hands in its own rows."""
   sharding = rows(mesh)

@@ -63,12 +63,14 @@ class Options:
     remat: what the backward pass keeps of a layer, a key of `REMAT`.
     attention_block: queries per attention block, 0 for all at once.
     constrain: pins the sharding of activations [B, L, D]; identity on one device.
+    constrain_head: the same for what makes logits, hidden states [B, .., D] and the head's weight [V, D].
   """
 
   dtype: str = 'float32'
   remat: str = 'none'
   attention_block: int = 0
   constrain: Callable[[Any], Any] = lambda x: x
+  constrain_head: Callable[[Any, Any], Any] = lambda x, weight: (x, weight)
 
 
 class Cache(NamedTuple):
@@ -287,20 +289,18 @@ def decode(params, config: QwenConfig, options: Options, tokens, position, cache
   return x[:, 0], cache
 
 
-def head(params, config: QwenConfig, x):
+def head(params, config: QwenConfig, x, options: Options = Options()):
   """Logits [.., V] float32 of hidden states [.., D]."""
-  if config.tied:
-    weight = params['embed']['embedding'].astype(x.dtype)
-    return jnp.einsum('...d,vd->...v', x, weight, preferred_element_type=jnp.float32)
-  weight = params['head']['kernel'].astype(x.dtype)
-  return jnp.einsum('...d,dv->...v', x, weight, preferred_element_type=jnp.float32)
+  weight = params['embed']['embedding'] if config.tied else params['head']['kernel'].T
+  x, weight = options.constrain_head(x, weight.astype(x.dtype))
+  return jnp.einsum('...d,vd->...v', x, weight, preferred_element_type=jnp.float32)
 
 
 def logits(params, config: QwenConfig, tokens, options: Options = Options()):
   """All logits [B, L, V] float32 of plain causal sequences [B, L]: for tests and small models only."""
   positions = jnp.broadcast_to(jnp.arange(tokens.shape[1], dtype=jnp.int32), tokens.shape)
   visible_to = jnp.full(tokens.shape, tokens.shape[1], jnp.int32)
-  return head(params, config, hidden(params, config, options, tokens, positions, visible_to))
+  return head(params, config, hidden(params, config, options, tokens, positions, visible_to), options)
 
 
 def count_parameters(params) -> int:
