@@ -44,6 +44,10 @@ PAPER = {
   'model.dtype': 'bfloat16',
   'model.reference_dtype': 'bfloat16',
   'model.remat': 'layer',
+  'model.attention_block': 512,
+  'learner.head_chunk': 512,
+  'learner.rows_per_call': 16,  # A multiple of the chips: 16, or 8 of them with two rows each.
+  'rollout.prefill_rows': 16,
   'analyzer.name': 'openai',
   'analyzer.model': 'glm-5.2',
   'analyzer.concurrency': 128,

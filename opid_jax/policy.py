@@ -74,7 +74,11 @@ def describe(config, mesh) -> Policy:
 def make_options(config, mesh) -> qwen.Options:
   options = qwen.Options(config.model.dtype, config.model.remat, config.model.attention_block)
   return options if mesh is None else qwen.Options(
-    options.dtype, options.remat, options.attention_block, sharding.constrain(mesh)
+    options.dtype,
+    options.remat,
+    options.attention_block,
+    sharding.constrain(mesh),
+    sharding.constrain_head(mesh),
   )
 
 
@@ -100,19 +104,26 @@ def load_params(policy: Policy, mesh):
   return hf.load_params(policy.folder, policy.config, dtype='float32', place=place)
 
 
-def make_sampler(policy: Policy, params, mesh, settings, *, max_prompt: int, max_response: int) -> sampling.Sampler:
-  """A sampler over `settings.slots` slots (the `rollout` group of the config), its two programs jitted.
+def slots_sharding(model: qwen.QwenConfig, mesh) -> sampling.Slots:
+  """Where the device state of the slots lives: all of it split like rows, the cache's heads over `tensor` too."""
+  cache, rows = sharding.cache_sharding(mesh, model.num_kv_heads), sharding.rows(mesh)
+  return sampling.Slots(qwen.Cache(cache, cache), *[rows] * (len(sampling.Slots._fields) - 1))
+
+
+def sampler_programs(policy: Policy, params, mesh, settings, *, end_ids, max_prompt: int, max_response: int):
+  """Jits what a sampler runs; nothing is computed yet.
 
   Args:
-    params: parameters or their shapes; only shardings are read.
-    max_prompt: longest prompt in tokens.
-    max_response: longest response in tokens.
+    params: parameters or their shapes; only shapes are read, so a mesh of absent devices will do.
+    settings: the `rollout` group of the config.
+    end_ids: tokens that end a response.
+
+  Returns:
+    `empty() -> slots`, and the `prefill` and `decode` that `sampling.Sampler` wants.
   """
-  params_sharding = sharding.shard_tree(params, mesh)
-  cache = sharding.cache_sharding(mesh, policy.config.num_kv_heads)
-  rows = sharding.rows(mesh)
-  slots_sharding = sampling.Slots(qwen.Cache(cache, cache), *[rows] * (len(sampling.Slots._fields) - 1))
-  slots = jax.jit(
+  where = sharding.shard_tree(params, mesh)
+  slots, rows = slots_sharding(policy.config, mesh), sharding.rows(mesh)
+  empty = jax.jit(
     functools.partial(
       sampling.empty_slots,
       policy.config,
@@ -121,34 +132,49 @@ def make_sampler(policy: Policy, params, mesh, settings, *, max_prompt: int, max
       max_response=max_response,
       dtype=jnp.dtype(policy.options.dtype),
     ),
-    out_shardings=slots_sharding,
-  )()
+    out_shardings=slots,
+  )
   static: dict[str, Any] = {'config': policy.config, 'options': policy.options}
   prefill = jax.jit(
     functools.partial(sampling.prefill, **static),
-    in_shardings=(params_sharding, slots_sharding, rows, rows, rows, rows, rows),
-    out_shardings=slots_sharding,
+    in_shardings=(where, slots, rows, rows, rows, rows, rows),
+    out_shardings=slots,
     donate_argnums=1,
   )
   decode = jax.jit(
     functools.partial(
       sampling.decode,
       **static,
-      end_ids=policy.tokenizer.end_ids,
+      end_ids=end_ids,
       num_tokens=settings.decode_chunk,
       top_k=settings.top_k,
       top_p=settings.top_p,
     ),
-    in_shardings=(params_sharding, slots_sharding, sharding.replicated(mesh)),
-    out_shardings=slots_sharding,
+    in_shardings=(where, slots, sharding.replicated(mesh)),
+    out_shardings=slots,
     donate_argnums=1,
+  )
+  return empty, prefill, decode
+
+
+def make_sampler(policy: Policy, params, mesh, settings, *, max_prompt: int, max_response: int) -> sampling.Sampler:
+  """A sampler over `settings.slots` slots (the `rollout` group of the config).
+
+  Args:
+    params: parameters or their shapes; only shapes are read.
+    max_prompt: longest prompt in tokens.
+    max_response: longest response in tokens.
+  """
+  end_ids = policy.tokenizer.end_ids
+  empty, prefill, decode = sampler_programs(
+    policy, params, mesh, settings, end_ids=end_ids, max_prompt=max_prompt, max_response=max_response
   )
   return sampling.Sampler(
     prefill,
     decode,
-    slots,
+    empty(),
     prefill_rows=settings.prefill_rows,
     bucket=settings.bucket,
     max_prompt=max_prompt,
-    end_ids=policy.tokenizer.end_ids,
+    end_ids=end_ids,
   )
