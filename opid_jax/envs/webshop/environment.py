@@ -99,6 +99,7 @@ class WebShop:
     every = _goals(settings, products)
     train, heldout = goals.split_goals(every, seed=settings.split_seed, num_heldout=settings.num_heldout)
     self._splits = {'train': _tasks('train', train), 'heldout': _tasks('heldout', heldout)}
+    self._num_goals = len(every)
     self._data_hash = _hash(products, every)
 
   def tasks(self, step: int, n: int) -> Sequence[Task]:
@@ -172,6 +173,8 @@ class WebShop:
     return rules | {
       'environment': 'webshop',
       'products': len(self.shop.products),
+      # Goals of held-out products that are on no panel are in neither of the next two.
+      'goals': self._num_goals,
       'train_goals': len(self._splits['train']),
       'heldout_goals': len(self._splits['heldout']),
       'data_hash': self._data_hash,
