@@ -192,3 +192,27 @@ def test_run_folder_without_permission_is_refused_at_once(tmp_path):
   tmp_path.chmod(0o500)
   with pytest.raises(SystemExit, match='Permission denied.*name another --workdir'):
     train.main(['train', *tinyrun.flags({}), f'--workdir={tmp_path}'])
+
+
+def test_checkpoint_without_its_host_part_goes_on_with_a_warning(run, tmp_path):
+  shutil.copytree(run[0], tmp_path / 'copy')
+  shutil.rmtree(tmp_path / 'copy' / 'checkpoints' / '3' / 'host')
+  with pytest.warns(UserWarning, match='has no host item'):
+    assert train.train(config_of_run(), str(tmp_path / 'copy')) == run[1]
+
+
+@pytest.mark.parametrize(
+  'argv, message',
+  [
+    (['--config.algorithm.episode_weigth=0.1'], r'algorithm\.episode_weigth.*algorithm\.episode_weight'),
+    (['--config.loss.kl_coef=much'], r'kl_coef.*Expected for loss\.kl_coef: a number'),
+    (['--config.num_steps=0'], 'num_steps is 0'),
+    (['--config.analyzer.name=none'], 'algorithm.name is opid, which needs skills'),
+    (['--config.model.path=/nowhere'], '/nowhere'),
+    (['--config.env.data_dir=/nowhere'], '/nowhere'),
+  ],
+)
+def test_wrong_command_ends_before_anything_is_written(tmp_path, argv, message):
+  with pytest.raises((SystemExit, ValueError), match=f'(?s){message}'):
+    train.main(['train', *tinyrun.flags({}), *argv, f'--workdir={tmp_path / "run"}'])
+  assert not list(tmp_path.rglob('*.json*'))
