@@ -54,7 +54,7 @@ class Compiled(NamedTuple):
 
   Attributes:
     executable: with the compiler's own analyses and text.
-    peak: largest size of arguments, results and temporaries together.
+    peak: arguments, results and temporaries, or the compiler's own peak where that is larger.
     argument: size of what it is called with.
     total: `peak` and whatever else of the run stays on the chip meanwhile.
     flops: of the matrix products, all chips together; a while loop's body counts once.
@@ -79,7 +79,7 @@ def find_topology(name: str):
     The devices, in the order of a real slice.
 
   Raises:
-    ValueError: if the TPU compiler is not installed, or it knows no such topology.
+    ValueError: if the TPU compiler is not installed or another process holds it, or it knows no such topology.
   """
   if importlib.util.find_spec('libtpu') is None:
     raise ValueError("The TPU compiler is not installed (no module libtpu). Install it: pip install -e '.[tpu]'")
@@ -89,6 +89,11 @@ def find_topology(name: str):
   try:
     return topologies.get_topology_desc(platform='tpu', topology_name=name).devices
   except (jax.errors.JaxRuntimeError, NotImplementedError) as error:
+    if 'lockfile' in str(error):
+      raise ValueError(
+        'Another process on this machine holds the TPU compiler. Wait until it ends; if it uses no TPU either, '
+        'set ALLOW_MULTIPLE_LIBTPU_LOAD=1.'
+      ) from error
     raise ValueError(f'No topology {name!r}: {error}. Expected for example v5e:4x4, v5p:4x4x4 or v6e:8x8.') from error
 
 
@@ -172,7 +177,8 @@ def compile_program(program: Program) -> Compiled:
     ) from error
   memory = executable.memory_analysis()
   results = memory.output_size_in_bytes - memory.alias_size_in_bytes  # Donated memory counts once.
-  peak = memory.argument_size_in_bytes + results + memory.temp_size_in_bytes
+  # The compiler's own peak knows lifetimes but not always every result; neither number bounds the other.
+  peak = max(memory.argument_size_in_bytes + results + memory.temp_size_in_bytes, memory.peak_memory_in_bytes)
   return Compiled(
     executable,
     peak,
