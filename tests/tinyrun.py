@@ -77,8 +77,9 @@ def flags(changes: Mapping[str, Any]) -> list[str]:
 
 def start(module: str, *arguments: str, folder: Path) -> subprocess.Popen:
   """`python -m opid_jax.<module>`, in `folder`, on one device."""
-  env = {**os.environ, 'PYTHONPATH': str(ROOT), 'JAX_PLATFORMS': 'cpu'}
-  del env['XLA_FLAGS']
+  path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get('PYTHONPATH'))))
+  env = {**os.environ, 'PYTHONPATH': path, 'JAX_PLATFORMS': 'cpu'}
+  env.pop('XLA_FLAGS', None)
   command = [sys.executable, '-m', f'opid_jax.{module}', *arguments]
   return subprocess.Popen(command, cwd=folder, env=env, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
