@@ -106,7 +106,8 @@ def complete(
     sampler.submit(make_request(id=index, prompt=prompt, seed=(*seed, index), max_tokens=max_tokens))
   replies = {}
   while len(replies) < len(texts):
-    replies.update((response.id, tokenizer.decode(response.tokens.tolist(), skip_special=True)) for response in sampler.poll())
+    for response in sampler.poll():
+      replies[response.id] = tokenizer.decode(response.tokens.tolist(), skip_special=True)
   return [replies[index] for index in range(len(texts))]
 
 

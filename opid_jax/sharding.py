@@ -34,7 +34,8 @@ def make_mesh(devices, *, data=1, fsdp=-1, tensor=1) -> Mesh:
   devices = np.asarray(devices).reshape(-1)
   sizes = [data, fsdp, tensor]
   known = int(np.prod([size for size in sizes if size != -1]))
-  if min(sizes) < -1 or 0 in sizes or sizes.count(-1) > 1 or len(devices) % known or (-1 not in sizes and known != len(devices)):
+  wrong = min(sizes) < -1 or 0 in sizes or sizes.count(-1) > 1
+  if wrong or len(devices) % known or (-1 not in sizes and known != len(devices)):
     raise ValueError(
       f'mesh (data={data}, fsdp={fsdp}, tensor={tensor}) does not fit {len(devices)} devices: the sizes must '
       f'multiply to that number, and at most one may be -1.'

@@ -31,11 +31,11 @@ from opid_jax.types import Packed
 OPTIONS = {
   'out': flags.Option('runs/policy', 'folder to write'),
   'episodes': flags.Option(16000, 'scripted episodes, all on training goals'),
-  'updates': flags.Option(3500, 'optimizer updates'),
+  'updates': flags.Option(4000, 'optimizer updates'),
   'learning_rate': flags.Option(4e-3, 'peak; warm-up over 5 %, then cosine to 0'),
-  'care_low': flags.Option(0.15, 'least care of a scripted actor, in [0, 1]'),
-  'care_high': flags.Option(0.65, 'most care of a scripted actor, in [0, 1]'),
-  'advised': flags.Option(0.4, 'share of the turns with advice in the prompt'),
+  'care_low': flags.Option(0.25, 'least care of a scripted actor, in [0, 1]'),
+  'care_high': flags.Option(0.75, 'most care of a scripted actor, in [0, 1]'),
+  'advised': flags.Option(0.5, 'share of the turns with advice in the prompt'),
   'prompt_weight': flags.Option(0.1, 'loss weight of prompt tokens beside 1 for response tokens'),
   'rows': flags.Option(8, 'packed rows per update'),
 }

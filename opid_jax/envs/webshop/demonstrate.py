@@ -1,4 +1,4 @@
-"""Demonstrations for the supervised warm start: what a shopper of mixed care does, with and without advice."""
+"""Demonstrations for the supervised warm start: a shopper of mixed care, with and without advice."""
 
 import random
 from collections.abc import Iterator
@@ -8,7 +8,6 @@ from opid_jax.envs.webshop import shopper
 from opid_jax.envs.webshop.environment import WebShop
 from opid_jax.types import State, Task
 
-# Advice is as good as it comes: a language model heeds a hint whether or not it would have had the idea itself.
 _KINDS = ('do', 'do', 'avoid', 'workflow')
 
 
@@ -37,13 +36,13 @@ def demonstrate(env: WebShop, task: Task, seed: int, *, care: tuple[float, float
   """
   rng = random.Random(f'{seed}/{task.id}')
   level = rng.uniform(*care)
-  plan = _plan(env, task)
+  plan = _plan(env, task, rng)
   state = env.reset(task)
   while not state.is_done and state.turn < env.max_turns:
     response = shopper.act(env, state, rng, care=level)
     after = env.step(state, response)
     if rng.random() < advised:
-      yield _advise(env, state, after.action, plan, rng)
+      yield _advise(env, state, response, after.action, plan, rng)
     else:
       yield Demonstration(state, '', '', response)
     state = after
@@ -55,34 +54,44 @@ def demonstrations(env: WebShop, tasks, *, seed: int, care, advised: float) -> I
     yield from demonstrate(env, task, seed + number, care=care, advised=advised)
 
 
-def _plan(env: WebShop, task: Task) -> list[str]:
-  """The actions of the shopper who knows the product."""
+def _plan(env: WebShop, task: Task, rng: random.Random) -> list[str]:
+  """The actions of a shopper who takes care."""
   state, plan = env.reset(task), []
   while not state.is_done and state.turn < env.max_turns:
-    plan.append(shopper.oracle(env, state))
-    state = env.step(state, f'<think>x</think><action>{plan[-1]}</action>')
+    state = env.step(state, shopper.act(env, state, rng, care=1.0))
+    plan.append(state.action)
   return plan
 
 
-def _advise(env, state, would_do: str, plan: list[str], rng) -> Demonstration:
+def _advise(env, state, response: str, would_do: str, plan: list[str], rng) -> Demonstration:
   kind = rng.choice(_KINDS)
   if kind == 'do':
     skill = shopper.do_skill(_some_action(env, state, would_do, plan, rng))
     return Demonstration(state, '', skill, shopper.act(env, state, rng, skill=skill))
   if kind == 'avoid':
-    skill = shopper.avoid_skill(would_do)
-    response = shopper.act(env, state, rng, skill=skill)
-    return Demonstration(state, *((skill, '') if rng.random() < 0.5 else ('', skill)), response)
+    # Most mistakes that an episode warns of are made on another page: what is not meant here changes nothing.
+    others = [action for action in (*_clicks(state), *plan) if action != would_do]
+    avoided = rng.choice(others) if others and rng.random() < 0.6 else would_do
+    skill = shopper.avoid_skill(avoided)
+    if avoided == would_do:
+      response = shopper.act(env, state, rng, skill=skill)
+    return Demonstration(state, *((skill, '') if rng.random() < 0.7 else ('', skill)), response)
   skill = shopper.workflow_skill(plan)
   return Demonstration(state, skill, '', shopper.act(env, state, rng, skill=skill))
 
 
 def _some_action(env, state, would_do, plan, rng) -> str:
-  """Sometimes the right thing, sometimes what the shopper had in mind, sometimes anything on the page."""
+  """Sometimes the right thing, sometimes what the shopper had in mind, sometimes anything on the page: a language
+  model heeds a hint whether or not it would have had the idea itself."""
   chance = rng.random()
-  if chance < 0.4:
+  if chance < 0.2:
     return shopper.oracle(env, state)
+  if chance < 0.4:
+    return next((action for action in plan if action in state.actions), would_do)
   if chance < 0.6:
     return would_do
-  others = [action for action in state.actions if '<' not in action or action == shopper.BACK]
-  return rng.choice(others) if others else plan[0]
+  return rng.choice(_clicks(state) or plan[:1])
+
+
+def _clicks(state: State) -> list[str]:
+  return [action for action in state.actions if '<your query>' not in action]
