@@ -1,6 +1,7 @@
 """Trains OPID and GRPO with several seeds and reports them side by side: curves, medians, intervals.
 
-python benchmarks/seeds.py --out=runs/webshop-seeds --config=configs/webshop.py --seeds=0,1,2 [-- --config.FIELD=VALUE ...]
+python benchmarks/seeds.py --out=runs/webshop-seeds --config=configs/webshop.py --seeds=0,1,2
+  [-- --config.FIELD=VALUE ...]
 
 Runs that are finished are not repeated; an interrupted one goes on. Writes table.md and curves.png into the folder.
 2 CPU cores: see the table in README.
@@ -38,10 +39,8 @@ def table(results: dict) -> str:
   for algorithm, runs in results.items():
     for seed, (evals, minutes) in runs.items():
       first, last = evals[0], evals[-1]
-      cells = [
-        '{:.1f} [{:.1f}, {:.1f}]'.format(*(100 * e[f'eval/{x}'] for x in ('success_rate', 'success_low', 'success_high')))
-        for e in (first, last)
-      ]
+      names = ('success_rate', 'success_low', 'success_high')
+      cells = ['{:.1f} [{:.1f}, {:.1f}]'.format(*(100 * e[f'eval/{x}'] for x in names)) for e in (first, last)]
       change = 100 * (last['eval/success_rate'] - first['eval/success_rate'])
       scores = [f'{100 * e["eval/score"]:.1f}' for e in (first, last)]
       lines.append(f'| {algorithm} | {seed} | {cells[0]} | {cells[1]} | {change:+.1f} | {scores[0]} | {scores[1]} '
