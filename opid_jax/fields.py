@@ -65,6 +65,7 @@ FIELDS = {
   'env.num_heldout': _count(500),  # goals never trained on
   'env.goals': _choice('synthetic', 'human'),
   'env.num_products': _count(1000),  # embedded catalogue only
+  'env.catalogue_seed': _size(233),  # embedded catalogue only; results with another one do not compare
   'env.skip_history_above': _size(20000),  # characters of prompt above which the history is left out
 
   # The policy.
@@ -151,7 +152,7 @@ FIELDS = {
   'learner.row_length': _count(8192),  # L, tokens of a packed row
   'learner.slots_per_row': _count(2048),  # K, scored response tokens of a packed row
   'learner.rows_per_call': _count(8),  # R, packed rows per device call
-  'learner.head_chunk': _size(0),  # scored tokens per block of the vocabulary head; 0 = all at once
+  'learner.head_chunk': _size(512),  # scored tokens of a row per block of the vocabulary head; 0 = all at once
 
   # Devices; -1 = as many as are left. At most one axis may be -1.
   'mesh.data': Field(1, low=-1),

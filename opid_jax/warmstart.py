@@ -26,11 +26,12 @@ import optax
 from opid_jax import envs, evaluate, flags, layout, learner, prompts, rollout
 from opid_jax.models import hf, qwen
 from opid_jax.models.tokenizer import Tokenizer
-from opid_jax.types import Packed
+from opid_jax.types import Packed, Prompt
 
 OPTIONS = {
   'out': flags.Option('runs/policy', 'folder to write'),
-  'episodes': flags.Option(16000, 'scripted episodes, all on training goals'),
+  'episodes': flags.Option(20000, 'scripted episodes'),
+  'worlds': flags.Option(40, 'generated worlds in which they are played, none of them that of the run'),
   'updates': flags.Option(4000, 'optimizer updates'),
   'learning_rate': flags.Option(4e-3, 'peak; warm-up over 5 %, then cosine to 0'),
   'care_low': flags.Option(0.25, 'least care of a scripted actor, in [0, 1]'),
@@ -55,9 +56,27 @@ MODEL = qwen.QwenConfig(
   max_positions=1024,
 )
 
-# Pieces that the byte-pair merges never cross: tags and separators, the head of an asin, words, whole numbers, and
-# anything else by itself.
-PIECES = r"'? \[SEP\] '?|</?(?:think|action)>|b0(?=\p{Ll}{8})| ?\p{L}+| ?\d+(?:\.\d+)?|\s|."
+# Pieces that the byte-pair merges never cross: tags and separators, the three parts of an asin, words, whole
+# numbers, and anything else by itself.
+PIECES = '|'.join([
+  r"'? \[SEP\] '?",
+  r'</?(?:think|action)>',
+  r'b0(?=\p{Ll}{8})',
+  r'(?<=b0)\p{Ll}{4}(?=\p{Ll}{4})',
+  r'(?<=b0\p{Ll}{4})\p{Ll}{4}',
+  r' ?\p{L}+',
+  r' ?\d+(?:\.\d+)?',
+  r'\s|.',
+])  # fmt: skip
+
+
+class Shown(NamedTuple):
+  """One reply to imitate, the prompt it was given to, and the advice in it (at most one is not '')."""
+
+  prompt: Prompt
+  episode_skill: str
+  step_skill: str
+  response: str
 
 
 class Example(NamedTuple):
@@ -108,20 +127,19 @@ def train_tokenizer(texts: Iterable[str], folder: str, *, vocab_size: int) -> No
     json.dump({'eos_token_id': ends, 'pad_token_id': ends[1]}, file)
 
 
-def corpus(env, shown, style: str) -> Iterable[str]:
+def corpus(shown: Sequence[Shown], style: str) -> Iterable[str]:
   """What the tokenizer is made from: prompts and responses."""
   for d in shown:
-    skill = {'episode_skill': d.episode_skill, 'step_skill': d.step_skill}
-    yield prompts.render(env.prompt(d.state), **skill, style=style)
+    yield prompts.render(d.prompt, episode_skill=d.episode_skill, step_skill=d.step_skill, style=style)
     yield d.response
 
 
-def examples(env, demonstrations, tokenizer, limits: rollout.Limits) -> list[Example]:
+def examples(shown: Sequence[Shown], tokenizer, limits: rollout.Limits) -> list[Example]:
   """Demonstrations as ids, through the same path that acting takes."""
   end = tokenizer.end_ids[0]
   out = []
-  for d in demonstrations:
-    prompt, _, _ = rollout.fit(env.prompt(d.state), tokenizer, limits)
+  for d in shown:
+    prompt, _, _ = rollout.fit(d.prompt, tokenizer, limits)
     ids = rollout.tokenize(prompt, tokenizer, limits, episode_skill=d.episode_skill, step_skill=d.step_skill)
     out.append(Example(ids, np.asarray([*tokenizer.encode(d.response), end], np.int32)))
   return out
@@ -192,22 +210,23 @@ def main(argv: Sequence[str]) -> None:
   out = Path(option['out'])
   if out.exists() and (not out.is_dir() or any(out.iterdir())):
     sys.exit(f'--out={out} is there already. Name a new folder.')
-  env = envs.make(config.env, seed=config.seed)
   module = importlib.import_module(f'opid_jax.envs.{config.env.name}.demonstrate')
-  shown = list(
-    module.demonstrations(
+  shown = []
+  for number in range(option['worlds']):
+    env = envs.make({**config.env, **module.practice_settings(number)}, seed=config.seed)
+    demonstrations = module.demonstrations(
       env,
-      env.tasks(0, option['episodes']),  # Epoch after epoch of the training goals.
+      env.tasks(0, option['episodes'] // option['worlds']),
       seed=config.seed,
       care=(option['care_low'], option['care_high']),
       advised=option['advised'],
     )
-  )
+    shown += [Shown(env.prompt(d.state), d.episode_skill, d.step_skill, d.response) for d in demonstrations]
   limits = evaluate.limits(config)
   with tempfile.TemporaryDirectory() as folder:
-    train_tokenizer(corpus(env, shown, limits.style), folder, vocab_size=MODEL.vocab_size)
+    train_tokenizer(corpus(shown, limits.style), folder, vocab_size=MODEL.vocab_size)
     tokenizer = Tokenizer.load(folder)
-    data = examples(env, shown, tokenizer, limits)
+    data = examples(shown, tokenizer, limits)
     lengths = [len(e.prompt) + len(e.response) for e in data]
     print(f'{len(data)} turns, {np.mean(lengths):.0f} tokens on average, {max(lengths)} at most', flush=True)
     params = qwen.init(jax.random.key(config.seed), MODEL)

@@ -26,6 +26,15 @@ class Demonstration(NamedTuple):
   response: str
 
 
+def practice_settings(number: int) -> dict[str, int]:
+  """Settings of the shop in which the `number`-th part of the demonstrations is given.
+
+  Each is another generated catalogue, never the default one: a policy that has seen the products of the run would
+  know them by heart, the training goals better than the held-out ones, and would not need to read the page.
+  """
+  return {'catalogue_seed': 1000 + number}
+
+
 def demonstrate(env: WebShop, task: Task, seed: int, *, care: tuple[float, float], advised: float):
   """One episode of the scripted shopper on a task, as an iterator of `Demonstration`.
 
