@@ -361,7 +361,7 @@ def main(argv: Sequence[str]) -> None:
   try:
     train(config, workdir)
   except Interrupted as reason:
-    sys.exit(f'{reason}: saved; the same command continues the run in {Path(workdir)}.')
+    sys.exit(f'{reason}: finished steps are saved; the same command continues the run in {Path(workdir)}.')
   except (OSError, FloatingPointError) as error:
     sys.exit(f'train: {error}')
 
