@@ -99,7 +99,7 @@ def test_terminated_run_saves_the_last_finished_step_and_goes_on(unbroken, comma
   # No multiple of checkpoint.every, so that only the signal makes a checkpoint of it.
   tinyrun.stop_when(process, lambda: has_row(folder, 1), signal.SIGTERM)
   code, text = tinyrun.finish(process)
-  assert code == 1 and 'SIGTERM: saved; the same command continues the run' in text, text
+  assert code == 1 and 'SIGTERM: finished steps are saved; the same command continues the run' in text, text
   finished = max(row['step'] for row in tinyrun.rows(folder))
   assert tinyrun.steps(folder)[-1] == finished < 4
   code, text = tinyrun.finish(command(folder))
