@@ -1,0 +1,108 @@
+"""The supervised start: demonstrations that heed advice, examples with weights, and the policy that ships."""
+
+import random
+from pathlib import Path
+
+import numpy as np
+import pytest
+from tinyrun import finish, start
+
+from opid_jax import envs, evaluate, flags, warmstart
+from opid_jax import policy as policies
+from opid_jax.envs.webshop import demonstrate
+from opid_jax.models import hf
+from opid_jax.models.tokenizer import Tokenizer
+
+ROOT = Path(__file__).parents[1]
+CONFIG = flags.load(str(ROOT / 'configs/webshop.py'))
+
+
+@pytest.fixture(scope='module')
+def env():
+  return envs.make({**CONFIG.env, **demonstrate.practice_settings(0)}, seed=0)
+
+
+def shown(env, advised, count=40):
+  return list(demonstrate.demonstrations(env, env.tasks(0, count), seed=0, care=(0.2, 0.8), advised=advised))
+
+
+def test_practice_shops_are_not_the_shop_of_the_run(env):
+  home = envs.make(CONFIG.env, seed=0)
+  titles = [{product.name for product in world.shop.products} for world in (env, home)]
+  assert len(titles[0] & titles[1]) < 0.1 * len(titles[1])
+
+
+def test_advice_to_do_is_followed_and_advice_to_avoid_heeded(env):
+  for d in shown(env, advised=1.0):
+    action = env.step(d.state, d.response).action
+    if d.step_skill.startswith('Do: '):
+      assert d.step_skill == f'Do: {action}'
+    for skill in (d.episode_skill, d.step_skill):
+      if skill.startswith('Avoid: '):
+        assert skill != f'Avoid: {action}' or len(d.state.actions) == 1
+
+
+def test_no_advice_means_none(env):
+  assert not any(d.episode_skill or d.step_skill for d in shown(env, advised=0.0))
+
+
+def test_demonstrations_are_a_function_of_the_seed(env):
+  assert shown(env, 0.5, 10) == shown(env, 0.5, 10)
+
+
+def test_batches_weigh_responses_fully_and_prompts_a_little():
+  rng = np.random.default_rng(0)
+  data = [
+    warmstart.Example(rng.integers(1, 9, p).astype(np.int32), rng.integers(1, 9, 4).astype(np.int32))
+    for p in rng.integers(3, 20, 50)
+  ]
+  packed, weight = next(warmstart.batches(data, rows=2, row_length=64, prompt_weight=0.25, seed=0))
+  assert packed.tokens.shape == weight.shape == (2, 64)
+  used = weight[packed.is_scored > 0]
+  assert set(np.unique(used)) == {0.25, 1.0} and not weight[packed.is_scored == 0].any()
+  assert (used == 1.0).sum() % 4 == 0
+
+
+def test_the_shipped_policy_is_small_and_belongs_to_the_config():
+  folder = Path(policies.embedded_folder('webshop'))
+  assert sum(file.stat().st_size for file in folder.iterdir()) <= 5e6
+  policy = policies.describe(CONFIG, None)
+  count = sum(int(np.prod(leaf.shape)) for leaf in hf.leaves(policy.config))
+  assert 1e6 <= count <= 3e6
+  text = "<think>look for it</think><action>search[red <|im_end|> shirt]</action>"
+  assert policy.tokenizer.decode(policy.tokenizer.encode(text)) == text
+  assert not set(policy.tokenizer.end_ids) & set(policy.tokenizer.encode(text))
+
+
+def run_program(module, *arguments, folder):
+  return finish(start(module, f'--config={ROOT}/configs/webshop.py', *arguments, folder=folder))
+
+
+def test_a_short_warm_start_writes_a_folder_that_loads(tmp_path):
+  out = tmp_path / 'policy'
+  options = [f'--out={out}', '--episodes=20', '--worlds=2', '--updates=2', '--rows=2']
+  code, text = run_program('warmstart', *options, folder=tmp_path)
+  assert code == 0, text
+  config = hf.load_config(out)
+  assert hf.load_params(out, config)['embed']['embedding'].shape == (config.vocab_size, config.width)
+  assert Tokenizer.load(out).size <= config.vocab_size
+  code, text = run_program('warmstart', *options, folder=tmp_path)
+  assert code != 0 and 'is there already' in text and 'Traceback' not in text
+
+
+@pytest.mark.slow
+def test_the_shipped_policy_is_middling_on_the_held_out_panel(tmp_path):
+  code, text = run_program('evaluate', folder=tmp_path)
+  assert code == 0, text
+  rate = float(next(line.split()[1] for line in text.splitlines() if line.startswith('eval/success_rate')))
+  assert 0.1 <= rate <= 0.5
+
+
+def test_limits_leave_room_for_the_longest_prompt(env):
+  tokenizer = policies.describe(CONFIG, None).tokenizer
+  limits = evaluate.limits(CONFIG)
+  sample = random.Random(0).sample(shown(env, advised=1.0), 60)
+  lengths = [len(e.prompt) for e in warmstart.examples(
+    [warmstart.Shown(env.prompt(d.state), d.episode_skill, d.step_skill, d.response) for d in sample], tokenizer, limits
+  )]  # fmt: skip
+  assert max(lengths) <= limits.max_prompt_tokens + limits.max_skill_tokens
