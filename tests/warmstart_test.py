@@ -3,14 +3,15 @@
 import random
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from tinyrun import finish, start
 
-from opid_jax import envs, evaluate, flags, warmstart
+from opid_jax import envs, evaluate, flags, learner, warmstart
 from opid_jax import policy as policies
 from opid_jax.envs.webshop import demonstrate
-from opid_jax.models import hf
+from opid_jax.models import hf, qwen
 from opid_jax.models.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[1]
@@ -23,7 +24,7 @@ def env():
 
 
 def shown(env, advised, count=40):
-  return list(demonstrate.demonstrations(env, env.tasks(0, count), seed=0, care=(0.2, 0.8), advised=advised))
+  return list(demonstrate.demonstrations(env, env.tasks(0, count), seed=0, care=(0.2, 0.8), advised=advised, draws=2))
 
 
 def test_practice_shops_are_not_the_shop_of_the_run(env):
@@ -34,7 +35,7 @@ def test_practice_shops_are_not_the_shop_of_the_run(env):
 
 def test_advice_to_do_is_followed_and_advice_to_avoid_heeded(env):
   for d in shown(env, advised=1.0):
-    action = env.step(d.state, d.response).action
+    action = env.step(d.state, d.responses[0]).action
     if d.step_skill.startswith('Do: '):
       assert d.step_skill == f'Do: {action}'
     for skill in (d.episode_skill, d.step_skill):
@@ -50,17 +51,39 @@ def test_demonstrations_are_a_function_of_the_seed(env):
   assert shown(env, 0.5, 10) == shown(env, 0.5, 10)
 
 
-def test_batches_weigh_responses_fully_and_prompts_a_little():
-  rng = np.random.default_rng(0)
-  data = [
-    warmstart.Example(rng.integers(1, 9, p).astype(np.int32), rng.integers(1, 9, 4).astype(np.int32))
-    for p in rng.integers(3, 20, 50)
+def make_examples(rng, count, vocab):
+  def tokens(length):
+    return rng.integers(1, vocab, length).astype(np.int32)
+
+  return [
+    warmstart.Example(tokens(p), [tokens(t) for t in rng.integers(1, 5, 3)], [0.5, 0.25, 0.25])
+    for p in rng.integers(2, 12, count)
   ]
-  packed, weight = next(warmstart.batches(data, rows=2, row_length=64, prompt_weight=0.25, seed=0))
-  assert packed.tokens.shape == weight.shape == (2, 64)
-  used = weight[packed.is_scored > 0]
-  assert set(np.unique(used)) == {0.25, 1.0} and not weight[packed.is_scored == 0].any()
-  assert (used == 1.0).sum() % 4 == 0
+
+
+def test_responses_that_branch_off_one_prompt_score_as_sequences_of_their_own():
+  model = qwen.QwenConfig('qwen3', 32, 16, 2, 2, 1, 8, 24, 1e4)
+  params = qwen.init(jax.random.key(0), model)
+  data = make_examples(np.random.default_rng(0), 6, 32)
+  packed, on_prompt, on_response = warmstart.pack(data, row_length=48, slots=48)
+  logp, _ = learner.score(params, packed, config=model, options=qwen.Options(), temperature=1.0, head_chunk=0)
+  expected_prompt = expected_response = 0.0
+  for example in data:
+    for n, (response, share) in enumerate(zip(example.responses, example.shares, strict=True)):
+      ids = np.concatenate([example.prompt, response])
+      scores = jax.nn.log_softmax(qwen.logits(params, model, ids[None]))[0, np.arange(len(ids) - 1), ids[1:]]
+      expected_response += share * scores[len(example.prompt) - 1 :].sum()
+      expected_prompt += 0 if n else scores[: len(example.prompt) - 1].sum()
+  np.testing.assert_allclose((on_prompt * logp).sum(), expected_prompt, rtol=1e-5)
+  np.testing.assert_allclose((on_response * logp).sum(), expected_response, rtol=1e-5)
+
+
+def test_batches_have_one_shape_and_hold_every_share():
+  data = make_examples(np.random.default_rng(1), 50, 9)
+  packed, on_prompt, on_response = next(warmstart.batches(data, rows=2, row_length=64, seed=0))
+  assert packed.tokens.shape == (2, 64) and on_prompt.shape == on_response.shape == packed.target.shape
+  used = packed.is_scored > 0
+  assert not on_prompt[~used].any() and ((on_prompt + on_response)[used] > 0).all()
 
 
 def test_the_shipped_policy_is_small_and_belongs_to_the_config():
@@ -103,6 +126,7 @@ def test_limits_leave_room_for_the_longest_prompt(env):
   limits = evaluate.limits(CONFIG)
   sample = random.Random(0).sample(shown(env, advised=1.0), 60)
   lengths = [len(e.prompt) for e in warmstart.examples(
-    [warmstart.Shown(env.prompt(d.state), d.episode_skill, d.step_skill, d.response) for d in sample], tokenizer, limits
+    [warmstart.Shown(env.prompt(d.state), d.episode_skill, d.step_skill, d.responses) for d in sample],
+    tokenizer, limits,
   )]  # fmt: skip
   assert max(lengths) <= limits.max_prompt_tokens + limits.max_skill_tokens
