@@ -99,9 +99,9 @@ def test_every_field_takes_its_own_type_from_the_command_line():
 
 def test_overrides_and_options_are_read():
   config, options = read(
-    f'--config={WEBSHOP}:grpo', '--config.num_steps', '3', '--noconfig.evaluate.before', '--workdir=runs/a'
+    f'--config={WEBSHOP}:grpo', '--config.num_steps', '4', '--noconfig.evaluate.before', '--workdir=runs/a'
   )
-  assert (config.num_steps, config.evaluate.before, config.algorithm.name) == (3, False, 'grpo')
+  assert (config.num_steps, config.evaluate.before, config.algorithm.name) == (4, False, 'grpo')
   assert options == {'workdir': 'runs/a'} and config.is_locked
 
 
