@@ -1,5 +1,6 @@
 """The policy of a run: model shape, weights, tokenizer and how to sample from it, as the config names them."""
 
+import dataclasses
 import functools
 import importlib.resources
 import os
@@ -73,12 +74,10 @@ def describe(config, mesh) -> Policy:
 
 def make_options(config, mesh) -> qwen.Options:
   options = qwen.Options(config.model.dtype, config.model.remat, config.model.attention_block)
-  return options if mesh is None else qwen.Options(
-    options.dtype,
-    options.remat,
-    options.attention_block,
-    sharding.constrain(mesh),
-    sharding.constrain_head(mesh),
+  if mesh is None:
+    return options
+  return dataclasses.replace(
+    options, constrain=sharding.constrain(mesh), constrain_head=sharding.constrain_head(mesh)
   )
 
 

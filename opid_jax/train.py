@@ -53,14 +53,7 @@ def make_programs(config, policy: policies.Policy, shapes: TrainState, mesh) -> 
   params = state.params
   rows, scalar = sharding.rows(mesh), sharding.replicated(mesh)
   model: dict[str, Any] = {'config': policy.config, 'options': policy.options}
-  o = config.optimizer
-  rate = functools.partial(
-    optimizer.learning_rate,
-    peak=o.learning_rate,
-    warmup_steps=o.warmup_steps,
-    schedule=o.schedule,
-    total_steps=config.num_steps,
-  )
+  rate = functools.partial(learning_rate, config)
   loss_fn = functools.partial(learner.loss, **model, settings=loss_settings(config))
   score = jax.jit(
     functools.partial(
@@ -335,7 +328,8 @@ def advantage_settings(config) -> AdvantageSettings:
   return AdvantageSettings(a.norm, a.stats, a.invalid_penalty, a.penalty, a.center, a.rms, a.shift_clip)
 
 
-def learning_rate(config, step: int) -> float:
+def learning_rate(config, step):
+  """[] float32 rate of a training step, which may be traced."""
   o = config.optimizer
   return optimizer.learning_rate(
     step,

@@ -3,6 +3,7 @@
 from collections.abc import Sequence
 
 from opid_jax.envs.webshop.engine import SEPARATOR
+from opid_jax.prompts import history_records
 from opid_jax.types import Prompt, State
 
 
@@ -12,15 +13,6 @@ def anchor(texts: Sequence[str], instruction: str) -> str:
     return SEPARATOR.join(texts)
   rest = texts[list(texts).index(instruction) + 1:]
   return SEPARATOR.join(f"'{text}'" for text in rest)
-
-
-def history_records(history: Sequence[tuple[str, str]], length: int) -> tuple[str, ...]:
-  """The last `length` turns, numbered from the first turn of the episode, oldest first."""
-  first = max(len(history) - max(length, 0), 0)
-  return tuple(
-    f"[Observation {first + i + 1}: '{observation}', Action {first + i + 1}: '{action}']"
-    for i, (observation, action) in enumerate(history[first:])
-  )
 
 
 def full(state: State, *, history_length: int, skip_history_above: int) -> Prompt:
