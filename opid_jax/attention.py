@@ -48,12 +48,17 @@ def attend(q, k, v, column, visible_to, *, block=0):
 
 
 def _attend(q, k, v, column, visible_to):
+  # Query heads that share a key head become rows of one plain matrix product: XLA's CPU backend takes several times
+  # as long for the same sums over five axes.
   batch, queries, heads, dim = q.shape
-  q = q.reshape(batch, queries, k.shape[2], heads // k.shape[2], dim)
-  scores = jnp.einsum('bqhgd,bkhd->bhgqk', q, k, preferred_element_type=jnp.float32) * dim**-0.5
-  key_column = jnp.arange(k.shape[1], dtype=jnp.int32)[None, None]
+  keys, key_heads = k.shape[1:3]
+  grouped = (batch, key_heads, heads // key_heads, queries)
+  merged = (batch, key_heads, -1)
+  q = q.reshape(batch, queries, *grouped[1:3], dim).transpose(0, 2, 3, 1, 4).reshape(*merged, dim)
+  scores = jnp.einsum('bhqd,bhdk->bhqk', q, k.transpose(0, 2, 3, 1), preferred_element_type=jnp.float32)
+  key_column = jnp.arange(keys, dtype=jnp.int32)[None, None]
   seen = (key_column <= column[:, :, None]) & (column[:, :, None] < visible_to[:, None, :])
-  scores = jnp.where(seen[:, None, None], scores, _HIDDEN)
-  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-  out = jnp.einsum('bhgqk,bkhd->bqhgd', weights, v)
-  return out.reshape(batch, queries, heads, dim)
+  scores = jnp.where(seen[:, None, None], scores.reshape(*grouped, keys) * dim**-0.5, _HIDDEN)
+  weights = jax.nn.softmax(scores, axis=-1).astype(v.dtype).reshape(*merged, keys)
+  out = jnp.einsum('bhqk,bhkd->bhqd', weights, v.transpose(0, 2, 1, 3))
+  return out.reshape(*grouped, dim).transpose(0, 3, 1, 2, 4).reshape(batch, queries, heads, dim)

@@ -155,7 +155,7 @@ class Attention(nn.Module):
 
     def project(name, heads):
       dense = nn.Dense(heads * c.head_dim, use_bias=c.attention_bias, dtype=dtype, name=name)
-      return dense(x).reshape(*x.shape[:2], heads, c.head_dim)
+      return dense(x.reshape(-1, x.shape[-1])).reshape(*x.shape[:2], heads, c.head_dim)
 
     q, k, v = project('q', c.num_heads), project('k', c.num_kv_heads), project('v', c.num_kv_heads)
     if c.qk_norm:
@@ -174,8 +174,8 @@ class Attention(nn.Module):
       )
       keys, values = cache.k[layer].astype(dtype), cache.v[layer].astype(dtype)
     out = attention.attend(q, keys, values, column, visible_to, block=self.options.attention_block)
-    out = checkpoint_name(out.reshape(*x.shape[:2], -1), 'attention_out')
-    return nn.Dense(c.width, use_bias=False, dtype=dtype, name='o')(out), cache, Cache(k, v)
+    out = checkpoint_name(out.reshape(-1, c.num_heads * c.head_dim), 'attention_out')
+    return nn.Dense(c.width, use_bias=False, dtype=dtype, name='o')(out).reshape(x.shape), cache, Cache(k, v)
 
 
 class Mlp(nn.Module):
@@ -189,8 +189,9 @@ class Mlp(nn.Module):
     def dense(name, size):
       return nn.Dense(size, use_bias=False, dtype=jnp.dtype(self.options.dtype), name=name)
 
-    hidden = nn.silu(dense('gate', self.config.mlp_width)(x)) * dense('up', self.config.mlp_width)(x)
-    return dense('down', self.config.width)(hidden)
+    flat = x.reshape(-1, x.shape[-1])
+    hidden = nn.silu(dense('gate', self.config.mlp_width)(flat)) * dense('up', self.config.mlp_width)(flat)
+    return dense('down', self.config.width)(hidden).reshape(x.shape)
 
 
 class Block(nn.Module):
