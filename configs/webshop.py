@@ -16,12 +16,13 @@ from opid_jax import settings
 EMBEDDED = {
   'num_steps': 20,
   'env.instructions': 'brief',
+  'env.num_products': 500,
   'env.num_heldout': 200,
   'env.history_length': 4,  # Past actions only, in the brief wording.
   'rollout.tasks_per_step': 8,
-  'rollout.max_prompt_tokens': 320,
+  'rollout.max_prompt_tokens': 224,
   'rollout.max_skill_tokens': 64,
-  'rollout.max_response_tokens': 32,
+  'rollout.max_response_tokens': 24,
   'rollout.prompt_style': 'brief',
   'rollout.bucket': 64,
   'rollout.prefill_rows': 16,
@@ -42,7 +43,7 @@ EMBEDDED = {
   'optimizer.eps': 1e-5,
   'learner.minibatch_steps': 160,
   'model.remat': 'layer',  # On a CPU, recomputing is quicker than the memory traffic of keeping.
-  'learner.row_length': 416,
+  'learner.row_length': 320,
   'learner.slots_per_row': 128,
   'evaluate.num_tasks': 200,
 }

@@ -65,7 +65,6 @@ FIELDS = {
   'env.num_heldout': _count(500),  # goals never trained on
   'env.goals': _choice('synthetic', 'human'),
   'env.num_products': _count(1000),  # embedded catalogue only
-  'env.catalogue_seed': _size(233),  # embedded catalogue only; results with another one do not compare
   'env.skip_history_above': _size(20000),  # characters of prompt above which the history is left out
 
   # The policy.

@@ -20,17 +20,19 @@ CONFIG = flags.load(str(ROOT / 'configs/webshop.py'))
 
 @pytest.fixture(scope='module')
 def env():
-  return envs.make({**CONFIG.env, **demonstrate.practice_settings(0)}, seed=0)
+  return envs.make(CONFIG.env, seed=0)
 
 
 def shown(env, advised, count=40):
   return list(demonstrate.demonstrations(env, env.tasks(0, count), seed=0, care=(0.2, 0.8), advised=advised, draws=2))
 
 
-def test_practice_shops_are_not_the_shop_of_the_run(env):
-  home = envs.make(CONFIG.env, seed=0)
-  titles = [{product.name for product in world.shop.products} for world in (env, home)]
-  assert len(titles[0] & titles[1]) < 0.1 * len(titles[1])
+def test_practice_knows_the_products_and_no_sentence_of_the_run(env):
+  practice = demonstrate.practice_tasks(env, 6000, seed=0)
+  sizes = env.describe()
+  own = [task for split in ('train', 'heldout') for task in env.panel(split, sizes[f'{split}_goals'])]
+  assert not {task.text for task in practice} & {task.text for task in own}
+  assert len({task.data.asin for task in practice}) > 0.98 * len(env.shop.products)
 
 
 def test_advice_to_do_is_followed_and_advice_to_avoid_heeded(env):
@@ -103,7 +105,7 @@ def run_program(module, *arguments, folder):
 
 def test_a_short_warm_start_writes_a_folder_that_loads(tmp_path):
   out = tmp_path / 'policy'
-  options = [f'--out={out}', '--episodes=20', '--worlds=2', '--updates=2', '--rows=2']
+  options = [f'--out={out}', '--episodes=20', '--updates=2', '--rows=2']
   code, text = run_program('warmstart', *options, folder=tmp_path)
   assert code == 0, text
   config = hf.load_config(out)

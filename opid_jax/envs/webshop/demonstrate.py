@@ -4,11 +4,13 @@ import random
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from opid_jax.envs.webshop import shopper
+from opid_jax.envs.webshop import generate, goals, shopper
 from opid_jax.envs.webshop.environment import WebShop
 from opid_jax.types import State, Task
 
 _KINDS = ('do', 'do', 'avoid', 'workflow')
+_PRACTICE_SEED = 10_000
+_PRACTICE_DRAWS = 10
 
 
 class Demonstration(NamedTuple):
@@ -26,13 +28,32 @@ class Demonstration(NamedTuple):
   responses: tuple[str, ...]
 
 
-def practice_settings(number: int) -> dict[str, int]:
-  """Settings of the shop in which the `number`-th part of the demonstrations is given.
+def practice_tasks(env: WebShop, count: int, *, seed: int) -> list[Task]:
+  """Wishes to practise on: the products of the run's shop with other options and price limits than in its own goals.
 
-  Each is another generated catalogue, never the default one: a policy that has seen the products of the run would
-  know them by heart, the training goals better than the held-out ones, and would not need to read the page.
+  A pretrained model knows the world that it acts in, and so may a policy that stands in for one: it has bought
+  the products of training goals and of held-out goals equally often, but has read no sentence of either.
+
+  Args:
+    count: of tasks; wishes repeat once there are no more.
+
+  Raises:
+    ValueError: if the catalogue has no other wishes.
   """
-  return {'catalogue_seed': 1000 + number}
+  sizes = env.describe()
+  own = {task.text for split in ('train', 'heldout') for task in env.panel(split, sizes[f'{split}_goals'])}
+  wishes: dict[str, goals.Goal] = {}
+  for draw in range(_PRACTICE_DRAWS):
+    drawn = goals.synthetic_goals(
+      env.shop.products, seed=_PRACTICE_SEED + draw, max_per_product=generate.GOALS_PER_PRODUCT
+    )
+    wishes |= {goal.text: goal for goal in drawn if goal.text not in own}
+  if not wishes:
+    raise ValueError('The catalogue has no wishes beside its own goals to practise on.')
+  order = list(wishes.values())
+  random.Random(f'{seed}/practice').shuffle(order)
+  picked = [order[i % len(order)] for i in range(count)]
+  return [Task(id=f'practice/{i:05d}', index=i, text=goal.text, data=goal) for i, goal in enumerate(picked)]
 
 
 def demonstrate(env: WebShop, task: Task, seed: int, *, care: tuple[float, float], advised: float, draws: int):

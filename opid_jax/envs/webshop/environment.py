@@ -28,10 +28,9 @@ class Settings:
     data_dir: folder with WebShop's data files, or one product file; '' plays on the embedded catalogue.
     goals: 'synthetic' (WebShop's templates) or 'human' (instructions written by people).
     num_heldout: goals held out of training.
-    split_seed: of drawn prices, price limits and the split; belongs to the data, not to a run.
+    split_seed: of the embedded catalogue, drawn prices, price limits and the split; belongs to the data, not to a run.
     seed: of the order in which training draws its goals.
     num_products: size of the embedded catalogue, a multiple of 10; unused with `data_dir`.
-    catalogue_seed: which catalogue is generated; unused with `data_dir`. Results compare at the default only.
     results_per_page: products on a results page.
     max_results: most hits of a search.
     max_turns: turns after which a rollout gives up; the environment itself never does.
@@ -47,7 +46,6 @@ class Settings:
   split_seed: int = 233
   seed: int = 0
   num_products: int = 1000
-  catalogue_seed: int = generate.CATALOGUE_SEED
   results_per_page: int = 10
   max_results: int = 50
   max_turns: int = 15
@@ -214,7 +212,7 @@ class WebShop:
 
 def _products(settings) -> list[Product]:
   if not settings.data_dir:
-    return generate.generate_products(settings.num_products, seed=settings.catalogue_seed)
+    return generate.generate_products(settings.num_products, seed=settings.split_seed)
   return load.load_products(settings.data_dir, seed=settings.split_seed, human=settings.goals == 'human')
 
 

@@ -12,9 +12,6 @@ from collections.abc import Mapping
 
 from opid_jax.envs.webshop.catalogue import Product, price_tag
 
-CATALOGUE_SEED = 233
-"""Of the catalogue that the embedded policy knows."""
-
 PRODUCTS_PER_QUERY = 10
 GOALS_PER_PRODUCT = 3
 

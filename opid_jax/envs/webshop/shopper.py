@@ -138,9 +138,9 @@ def _results_choices(env, state, rng, care):
     return ['click[back to search]']
   seen = {action for _, action in state.history}
   fresh = [product for product in shown if _click(product) not in seen]
-  best = sorted(fresh, key=lambda product: _promise(product, goal), reverse=True)
-  if rng.random() >= care:
-    rng.shuffle(best)
+  # Carelessness takes what stands on top. As a habit and not a random pick, it stays the likeliest action of an
+  # imitator also at a low sampling temperature, so that there is something to unlearn.
+  best = sorted(fresh, key=lambda product: _promise(product, goal), reverse=True) if rng.random() < care else fresh
   return [*(_click(product) for product in best), 'click[next >]']
 
 
@@ -153,11 +153,10 @@ def _item_choices(env, state, rng, care):
     return [BACK, BUY]
   choices = []
   for name, value in _missing(env, visit, goal):
-    chance = rng.random()
-    # Half of the carelessness picks another value, the other half forgets the option.
-    if chance < (1.0 + care) / 2:
+    # Three quarters of the carelessness forget the option, the rest picks another value.
+    if rng.random() < care:
       choices.append(f'click[{value}]')
-    elif chance < (3.0 + care) / 4:
+    elif rng.random() < 0.25:
       choices.append(f'click[{rng.choice(offered[name])}]')
   return [*choices, BUY, BACK]
 
